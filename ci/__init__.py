@@ -1,0 +1,1 @@
+"""Smoke runs, parity checks and benchmarks."""

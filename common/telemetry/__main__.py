@@ -41,10 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _print_summary(folders: Sequence[Path]) -> None:
     columns, rows = summary_rows(dict(zip(names_of(folders), map(read_log, folders), strict=True)))
     table = Table()
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right")
-    for row in rows:
-        table.add_row(*row)
+    for index, run in enumerate(["", *(row[0] for row in rows)]):
+        table.add_column(run, justify="right" if index else "left")
+    for index, column in enumerate(columns[1:], start=1):
+        table.add_row(column, *(row[index] for row in rows))
     Console().print(table)
 
 

@@ -11,6 +11,7 @@ from common.telemetry.format import duration, number, rate
 from common.telemetry.log import RunLog, read_log
 from common.telemetry.page import render_page
 from common.telemetry.report import (
+    SPEED_METRICS,
     SPLIT,
     elapsed,
     evaluation_names,
@@ -81,8 +82,9 @@ def _curves(logs: dict[str, RunLog]) -> list[Block]:
     blocks: list[Block] = []
     for metric in dict.fromkeys(name for log in logs.values() for name in log.metric_names):
         having = {name: log for name, log in logs.items() if metric in log.metric_names}
+        smooth = metric not in SPEED_METRICS
         series = [
-            Series(name, log.column("samples_total"), log.column(f"metrics.{metric}"), smooth=True)
+            Series(name, log.column("samples_total"), log.column(f"metrics.{metric}"), smooth=smooth)
             for name, log in having.items()
         ]
         blocks.append(Lines(metric, "samples", metric, series))

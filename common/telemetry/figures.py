@@ -28,6 +28,7 @@ KIND_COLOURS = {
 }
 COLOURS = ("#2f6db5", "#d9573f", "#4aa37c", "#e6a532", "#8a78b8", "#3aa6b9", "#b0587f", "#7a8794", "#94602b", "#5b8c2a")
 INK, GRID, FAINT = "#27303b", "#e4e8ee", "#66717f"
+TICKS = [1, 2, 2.5, 5, 10]
 POINTS = 600
 """Points a line is drawn with at most; longer ones are averaged in groups."""
 BARS = 32
@@ -125,12 +126,13 @@ def _lines(block: Lines) -> Figure:
 
 
 def _number_axes(axes: Axes, block: Lines) -> None:
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=block.x_label in ("step", "samples", "tokens")))
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=TICKS, integer=block.x_label in ("step", "samples", "tokens")))
+    if max(abs(value) for value in axes.get_xlim()) >= 10_000:
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     if block.log_y:
         axes.set_yscale("log")
         return
-    axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=TICKS))
     if block.percent:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
     else:
@@ -217,7 +219,7 @@ def _area(block: Area) -> Figure:
     axes.set_xlabel(block.x_label)
     axes.set_ylabel(block.y_label)
     axes.margins(x=0)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=TICKS, integer=True))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     figure.legend(loc="outside lower left", ncols=min(6, max(1, len(names))), columnspacing=1.2, handlelength=1.1)
     return figure

@@ -91,10 +91,12 @@ class DeferredValues:
         if isinstance(value, torch.Tensor):
             if value.numel() != 1 or value.is_complex():
                 raise ValueError(f"metric {name!r} has shape {tuple(value.shape)}; give one real number")
-            value = value.detach()
-            if value.device.type != "cpu":
+            if value.device.type == "cpu":
+                value = value.item()
+            else:
                 # A copy: the training may write the next step's value into the same tensor.
-                self._tensors.append((len(self._numbers), value.reshape(()).to(torch.float64, copy=True)))
+                kept = value.detach().reshape(()).to(torch.float64, copy=True)
+                self._tensors.append((len(self._numbers), kept))
                 value = math.nan
         elif isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
             raise ValueError(f"metric {name!r}={value!r} is not a number")
@@ -225,6 +227,14 @@ class Intervals:
                 self._send(oldest)
             self._finish(oldest)
 
+    def settle(self, timeout_s: float) -> bool:
+        """Waits until none of this rank's gathers is under way; False where that takes longer than `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        under_way = [interval.gather for interval in self._queue if interval.gather is not None]
+        while not all(gather.done() for gather in under_way) and time.monotonic() < deadline:
+            time.sleep(0.0005)
+        return all(gather.done() for gather in under_way)
+
     def flush(self, timeout_s: float) -> bool:
         """Sends what there is and waits for it, at most `timeout_s` seconds: to be called on every rank.
 
@@ -284,9 +294,8 @@ class Intervals:
             ]
             line += [numbers[index] for pair in row.averages.values() for index in pair]
             lines.append(line)
-        block = torch.full((self._log_every, len(lines[0])), math.nan, dtype=torch.float64)
-        block[: len(lines)] = torch.tensor(lines, dtype=torch.float64)
-        return block
+        lines += [[math.nan] * len(lines[0])] * (self._log_every - len(lines))
+        return torch.tensor(lines, dtype=torch.float64)
 
     def _finish(self, interval: _Interval) -> bool:
         """Delivers an interval on rank 0; False where ranks are missing in it."""
@@ -303,7 +312,7 @@ class Intervals:
         if not blocks:
             missing = torch.full_like(interval.block, math.nan)
             blocks = [interval.block, *[missing] * (self._world_size - 1)]
-        tables = torch.stack(list(blocks)).numpy()  # [ranks, log_every, columns]
+        tables = np.stack([block.numpy() for block in blocks])  # [ranks, log_every, columns]
         numbers = interval.values.numbers()
         steps = []
         for index, row in enumerate(interval.rows):

@@ -35,6 +35,9 @@ SCHEMA = 1
 
 def encode(value: Any) -> Any:
     """`value` as something json.dumps writes as valid JSON; NaN and infinities become strings, unknown things str()."""
+    kind = type(value)
+    if kind is int or kind is str or (kind is float and math.isfinite(value)):  # nearly everything in a step's record
+        return value
     if isinstance(value, (float, np.floating)):
         number = float(value)
         if math.isfinite(number):

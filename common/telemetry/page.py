@@ -11,6 +11,9 @@ from common.telemetry.figures import draw
 from common.telemetry.format import number
 from common.telemetry.sections import Area, Block, Cards, Lines, Picture, Section, Stack, Table, Text
 
+WIDE_COLUMNS = 5
+"""Tables of more columns take the whole width."""
+
 _STYLE = """
 :root { --ink: #27303b; --faint: #66717f; --line: #e1e6ec; --paper: #fff; --ground: #f3f5f8; --accent: #2f6db5; }
 * { box-sizing: border-box; }
@@ -29,13 +32,14 @@ main > .cards { margin: -40px 0 22px; }
 .card .label { color: var(--faint); font-size: 13px; }
 .card .value { font-size: 24px; font-weight: 650; letter-spacing: -.01em; line-height: 1.3; overflow-wrap: anywhere; }
 .card .note { color: var(--faint); font-size: 12.5px; line-height: 1.35; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 18px 28px;
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 460px), 1fr)); gap: 18px 28px;
   align-items: start; }
 figure { margin: 0; min-width: 0; }
 figure svg { width: 100%; height: auto; display: block; }
 figcaption { font-weight: 650; margin-bottom: 6px; }
 p.text { margin: 0 0 12px; max-width: 85ch; color: var(--faint); }
-.tables { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 18px 28px; }
+.tables { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 460px), 1fr)); gap: 18px 28px; }
+.wide { grid-column: 1 / -1; }
 .table { overflow-x: auto; margin-bottom: 8px; min-width: 0; }
 table { border-collapse: collapse; width: 100%; font-size: 13.5px; }
 caption, summary { text-align: left; font-weight: 650; padding: 4px 0 6px; }
@@ -120,9 +124,10 @@ def _table(table: Table) -> str:
     )
     body = f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
     if table.folded:
-        return f'<details class="table"><summary>{html.escape(table.title)}</summary><table>{body}</details>'
+        return f'<details class="table wide"><summary>{html.escape(table.title)}</summary><table>{body}</details>'
     caption = f"<caption>{html.escape(table.title)}</caption>" if table.title else ""
-    return f'<div class="table"><table>{caption}{body}</div>'
+    wide = " wide" if len(table.columns) > WIDE_COLUMNS else ""
+    return f'<div class="table{wide}"><table>{caption}{body}</div>'
 
 
 def _cell(tag: str, value: Any, right: bool) -> str:

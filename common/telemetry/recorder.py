@@ -53,7 +53,8 @@ class Telemetry:
     start_samples, start_tokens: totals before this session; None: taken from the log.
     flops_peak: FLOP/s of one rank (see measure_matmul_peak); without it there is no MFU.
     log_every: steps per interval. trace_steps: "10:13" writes spans of steps 10, 11 and 12 as a Chrome trace per rank
-        under `trace/`; trace_kernels adds torch.profiler's.
+        under `trace/`; trace_kernels adds torch.profiler's. settle: needed with trace_kernels where collectives are
+        still under way when a step ends; waits for them (e.g. ShardedOptimizer.wait_parameters; why: see trace.py).
     span_kinds: further span names -> "compute", "exposed_comm", "input", "optimizer" or "outside".
     gather: replaces the gather over a group of its own; see intervals.gather_over for what it does.
     quiet: no progress. line_every_s: seconds between progress lines where standard output is not a terminal.
@@ -79,6 +80,7 @@ class Telemetry:
         log_every: int = 1,
         trace_steps: str | None = None,
         trace_kernels: bool = False,
+        settle: Callable[[], None] | None = None,
         span_kinds: Mapping[str, str] | None = None,
         gather: Callable[[torch.Tensor], PendingGather] | None = None,
         quiet: bool = False,
@@ -99,6 +101,7 @@ class Telemetry:
         self._quiet = quiet
         self._line_every_s = line_every_s
         self._warned: set[str] = set()
+        self._settle = settle
         self.timeline = Timeline(clock_for(runtime.device), span_kinds)
         self._tracer = Tracer(
             self.run_dir / "trace",
@@ -106,6 +109,7 @@ class Telemetry:
             parse_steps(trace_steps),
             kernels=trace_kernels,
             device=runtime.device,
+            settle=self._settled,
             warn=self._warn,
         )
         if gather is None:
@@ -287,6 +291,11 @@ class Telemetry:
             if self._progress is not None:
                 self._progress.show(record)
 
+    def _settled(self) -> bool:
+        if self._settle is not None:
+            self._settle()
+        return self._intervals.settle(FLUSH_TIMEOUT_S)
+
     def _session_record(self) -> dict[str, Any]:
         return {
             "kind": "session",
@@ -309,7 +318,7 @@ class Telemetry:
 
     def _close(self, clean: bool) -> None:
         self._open = False
-        self._tracer.close()
+        self._tracer.close(clean)
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from common.telemetry.intervals import FIRST_AVERAGE, WAIT_COLUMNS, GatheredStep
+from common.telemetry.intervals import COLUMNS, FIRST_AVERAGE, WAIT_COLUMNS, GatheredStep
 from common.telemetry.timeline import KINDS, idle_seconds
 
 RANK_TIMES = ("seconds", *KINDS, "idle", "other", "outside")
@@ -21,9 +21,10 @@ def step_record(gathered: GatheredStep, totals: Sequence[int | None], flops_peak
     seconds: mean over ranks. mfu: useful FLOP/s of all ranks / (ranks x peak).
     """
     ranks = _rank_columns(gathered)
-    samples, tokens = (_whole(gathered.column(name)) for name in ("samples", "tokens"))
-    flops = float(np.nansum(gathered.column("flops")))
-    seconds = float(np.nanmean(gathered.column("seconds")))
+    sums = np.nansum(gathered.table[:, : len(COLUMNS)], axis=0).tolist()  # one call: numpy's calls are what costs here
+    samples, tokens, flops = (sums[COLUMNS.index(name)] for name in ("samples", "tokens", "flops"))
+    samples, tokens = int(samples), int(tokens)
+    seconds = _mean(ranks["seconds"])
     per_second = 1.0 / seconds if seconds > 0 else math.nan
     size = len(gathered.table)
     return {
@@ -51,30 +52,33 @@ def board_scalars(record: dict[str, Any]) -> dict[str, float]:
         if record[name] is not None:
             scalars[f"speed/{name}"] = float(record[name])
     for name in RANK_TIMES:
-        scalars[f"time/{name}"] = float(np.nanmean(record["ranks"][name]))
+        scalars[f"time/{name}"] = _mean(record["ranks"][name])
     return scalars
 
 
 def _rank_columns(gathered: GatheredStep) -> dict[str, list[float]]:
-    seconds = gathered.column("seconds")
-    kinds = {kind: gathered.column(kind) for kind in KINDS}
-    present = ~np.isnan(seconds)
-    idle = np.full(len(seconds), np.nan)
-    idle[present] = idle_seconds(gathered.table[present, WAIT_COLUMNS])
-    other = seconds - sum(kinds.values())
-    kinds["exposed_comm"] = kinds["exposed_comm"] - idle
-    times = {"seconds": seconds, **kinds, "idle": idle, "other": np.maximum(other, 0.0)}
-    times["outside"] = gathered.column("outside")
-    columns = {name: [_rounded(value) for value in values] for name, values in times.items()}
+    table = gathered.table
+    idle = np.full(len(table), np.nan)
+    sent = ~np.isnan(table[:, COLUMNS.index("seconds")])
+    idle[sent] = idle_seconds(table[sent, WAIT_COLUMNS])
+    by_name = dict(zip(COLUMNS, table[:, : len(COLUMNS)].T.tolist(), strict=True))
+    by_name["idle"] = idle.tolist()
+    waits = zip(by_name["exposed_comm"], by_name["idle"], strict=True)
+    by_name["exposed_comm"] = [max(0.0, wait - own) for wait, own in waits]
+    spans = zip(*(by_name[name] for name in (*KINDS, "idle")), strict=True)
+    by_name["other"] = [max(0.0, all_ - sum(parts)) for all_, parts in zip(by_name["seconds"], spans, strict=True)]
+    columns = {name: [_rounded(value) for value in by_name[name]] for name in RANK_TIMES}
     for name in ("samples", "tokens", "rss_peak", "cuda_peak"):
-        columns[name] = [value if math.isnan(value) else int(value) for value in gathered.column(name).tolist()]
+        columns[name] = [value if math.isnan(value) else int(value) for value in by_name[name]]
     return columns
 
 
 def _averages(gathered: GatheredStep) -> dict[str, float]:
     averages: dict[str, float] = {}
+    if not gathered.averages:
+        return averages
     # A rank whose sum is not a number makes the mean one too; only ranks that sent nothing are left out.
-    sent = ~np.isnan(gathered.column("seconds"))
+    sent = ~np.isnan(gathered.table[:, 0])
     for index, name in enumerate(gathered.averages):
         first = FIRST_AVERAGE + 2 * index
         top, count = gathered.table[sent, first : first + 2].sum(axis=0)
@@ -82,8 +86,10 @@ def _averages(gathered: GatheredStep) -> dict[str, float]:
     return averages
 
 
-def _whole(column: np.ndarray) -> int:
-    return int(np.nansum(column))
+def _mean(values: Sequence[float]) -> float:
+    """Mean of the ranks that are known."""
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan
 
 
 def _rounded(value: float) -> float:

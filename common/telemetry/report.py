@@ -86,11 +86,11 @@ def headline(log: RunLog) -> Cards:
     cards += _evaluation_cards(log)
     total = log.column("samples_total")
     cards.append(("samples", scaled(float(total[-1])) if len(total) else "0", f"in {len(log.steps):,} steps"))
-    if means["tokens_per_s"] > 0:
-        per_rank = rate(means["tokens_per_s"] / world, "per rank")
-        cards.append(("throughput", rate(means["tokens_per_s"], "tokens/s"), per_rank))
-    elif means["samples_per_s"] > 0:
-        cards.append(("throughput", rate(means["samples_per_s"], "samples/s"), ""))
+    for unit in ("tokens", "samples"):
+        if means[f"{unit}_per_s"] > 0:
+            pace = means[f"{unit}_per_s"]
+            cards.append((f"{unit}/s", scaled(pace), f"{scaled(pace / world)} per rank" if world > 1 else ""))
+            break
     if math.isfinite(means["mfu"]):
         peak = rate(float(log.session["flops_peak"]), "FLOP/s a rank")
         cards.append(("MFU", f"{100 * means['mfu']:.1f} %", f"of the measured matmul peak, {peak}"))

@@ -1,6 +1,10 @@
 """Chrome traces of a few steps: one JSON file per rank, for chrome://tracing or Perfetto.
 
 The spans of telemetry always; what torch's own profiler sees (every operator and kernel) on request, in a second file.
+
+torch's profiler crashes the process where an asynchronous collective that it saw begin on gloo ends after the profiler
+(seen with torch 2.13: the record of the collective writes into the profiler's freed memory). So before it is stopped,
+all that is under way is waited for: telemetry's own gathers, and what `settle` waits for.
 """
 
 from __future__ import annotations
@@ -37,16 +41,26 @@ class Tracer:
     """Keeps the spans of the wanted steps and writes them when the last one is in.
 
     folder: where `rank_00003.json` (and `rank_00003_torch.json` with `kernels`) go. steps: from `parse_steps`.
+    settle: returns True once no asynchronous collective that was started under the profiler is under way.
     """
 
     def __init__(
-        self, folder: Path, rank: int, steps: range, *, kernels: bool, device: torch.device, warn: Callable[[str], None]
+        self,
+        folder: Path,
+        rank: int,
+        steps: range,
+        *,
+        kernels: bool,
+        device: torch.device,
+        settle: Callable[[], bool],
+        warn: Callable[[str], None],
     ) -> None:
         self._folder = folder
         self._rank = rank
         self._steps = steps
         self._kernels = kernels
         self._device = device
+        self._settle = settle
         self._warn = warn
         self._events: list[dict[str, Any]] = []
         self._threads: dict[int, int] = {}
@@ -94,13 +108,15 @@ class Tracer:
         except OSError as error:
             self._warn(f"the trace under {self._folder} cannot be written ({error}); training goes on without it")
 
-    def close(self) -> None:
-        """Writes what is there of a range the run did not finish."""
-        if self._profiler is not None:
+    def close(self, clean: bool) -> None:
+        """Writes what is there of a range the run did not finish. clean: nothing failed, other ranks are there."""
+        if self._profiler is not None and clean:
             self._stop_profiler()
         self.write()
 
     def _stop_profiler(self) -> None:
+        if not self._settle():
+            return  # tried again after the next step
         profiler, self._profiler = self._profiler, None
         self._kernels = False
         profiler.stop()

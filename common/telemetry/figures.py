@@ -36,6 +36,7 @@ BARS = 32
 
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
+    "svg.hashsalt": "report",  # the same chart is the same text
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 9.5,
@@ -79,15 +80,17 @@ def _svg(figure: Figure) -> str:
     text = io.StringIO()
     FigureCanvasSVG(figure)
     figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-    svg = text.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    # One page holds many charts, so names inside a chart are made its own; the page's size is up to the page.
+    return embed(text.getvalue())
+
+
+def embed(svg: str) -> str:
+    """An SVG drawing as it can stand in a page with others: names of its own, no metadata, as wide as its place."""
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     mark = "c" + hashlib.sha1(svg.encode()).hexdigest()[:8]
     svg = re.sub(r'\bid="([^"]+)"', rf'id="{mark}-\1"', svg)
     svg = re.sub(r'(url\(#|href="#)', rf"\1{mark}-", svg)
-    svg = re.sub(r'<svg([^>]*?) width="[^"]*"', r"<svg\1", svg, count=1)
-    return re.sub(r'<svg([^>]*?) height="[^"]*"', r"<svg\1", svg, count=1)
+    svg = re.sub(r'^<svg([^>]*?) width="[^"]*"', r"<svg\1", svg)
+    return re.sub(r'^<svg([^>]*?) height="[^"]*"', r"<svg\1", svg)
 
 
 def _axes(title: str, height: float = 3.1) -> tuple[Figure, Axes]:
@@ -143,13 +146,12 @@ def _number_axes(axes: Axes, block: Lines) -> None:
 
 def _line(axes: Axes, series: Series, colour: str) -> Any:
     x, y = np.asarray(series.x, dtype=float), np.asarray(series.y, dtype=float)
+    y = np.where(np.isfinite(y), y, np.nan)
     marker = "o" if series.marked or len(x) == 1 else None
     if not series.smooth or len(x) < 20:
         x, y = thin(x, y)
         return axes.plot(x, y, color=colour, marker=marker, markersize=4, label=series.name)[0]
     axes.plot(*thin(x, y), color=colour, alpha=0.25, linewidth=1)
-    low, high = np.nanpercentile(y, (1, 99)) if np.isfinite(y).any() else (0, 1)
-    axes.set_ylim(min(axes.get_ylim()[0], low), max(axes.get_ylim()[1], high)) if len(axes.lines) > 1 else None
     return axes.plot(*thin(x, running_mean(y, max(5, len(y) // 40))), color=colour, label=series.name)[0]
 
 

@@ -7,7 +7,7 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
-from common.telemetry.figures import draw
+from common.telemetry.figures import draw, embed
 from common.telemetry.format import number
 from common.telemetry.sections import Area, Block, Cards, Lines, Picture, Section, Stack, Table, Text
 
@@ -100,7 +100,7 @@ def _block(block: Block) -> str:
         return _table(block)
     if isinstance(block, Picture):
         caption = f"<figcaption>{html.escape(block.title)}</figcaption>" if block.title else ""
-        return f"<figure>{caption}{block.svg}</figure>"
+        return f"<figure>{caption}{embed(block.svg)}</figure>"
     return f"<figure>{draw(block)}</figure>"
 
 

@@ -119,12 +119,16 @@ class Picture:
     svg: str
     title: str = ""
 
+    def __post_init__(self) -> None:
+        if "<svg" not in self.svg:
+            raise ValueError(f"picture {self.title!r} holds no <svg> element; make it with Picture.of(figure)")
+
     @classmethod
     def of(cls, figure: Any, title: str = "") -> Picture:
         """A matplotlib figure."""
         text = io.StringIO()
         figure.savefig(text, format="svg")
-        return cls(text.getvalue()[text.getvalue().index("<svg") :], title)
+        return cls(text.getvalue(), title)
 
 
 Block = Text | Cards | Table | Lines | Stack | Area | Picture

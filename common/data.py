@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 import numpy as np
 import torch
@@ -125,21 +125,27 @@ class SampleOrder:
 def on_every_rank(work: Callable[[], T], group: dist.ProcessGroup) -> list[T]:
     """Calls `work` on every rank of `group` and returns what each returned (it must pickle), by rank.
 
-    Raises DataError on every rank, with the tracebacks of those that failed, where `work` raises on any: no rank goes
-    on alone or waits for one that is gone.
+    Raises DataError on every rank where `work` raises on any, so that no rank goes on alone or waits for one that is
+    gone: with the message of a DataError, and with number and traceback of the rank for any other exception.
     """
     failure: Exception | None = None
+    answer: tuple[T | None, str, str] = (None, "", "")
     try:
-        answer: tuple[T | None, str] = (work(), "")
+        answer = (work(), "", "")
+    except DataError as error:  # says by itself what is wrong
+        failure = error
+        answer = (None, f"{error}", "")
     except Exception as error:
         failure = error
-        answer = (None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        answer = (None, f"{type(error).__name__}: {error}", traceback.format_exc())
     answers = all_gather_object(answer, group)
-    failed = [(rank, text) for rank, (_, text) in enumerate(answers) if text]
+    failed = [(rank, text, trace) for rank, (_, text, trace) in enumerate(answers) if text]
     if failed:
-        texts = "\n".join(f"rank {rank}: {text.rstrip()}" for rank, text in failed)
-        raise DataError(f"failed on {len(failed)} of {len(answers)} ranks\n{texts}") from failure
-    return [value for value, _ in answers]
+        texts = dict.fromkeys(
+            f"rank {rank}: {text}\n{trace}".rstrip() if trace else text for rank, text, trace in failed
+        )
+        raise DataError("\n".join(texts)) from failure
+    return [value for value, *_ in answers]
 
 
 class Prefetcher(Iterator[T], Generic[T]):
@@ -172,31 +178,34 @@ class Prefetcher(Iterator[T], Generic[T]):
             raise self._end
         start = time.perf_counter()
         try:
-            if not self._depth:
-                return next(self._source)
-            item, self._end = self._ready.get()
+            item, self._end = self._ready.get() if self._depth else self._draw_one()
         finally:
             self.waited += time.perf_counter() - start
         if self._end is not None:
             raise self._end
         self._slots.release()
-        return item  # type: ignore[return-value]
+        return cast(T, item)
 
-    def close(self) -> None:
-        """Sets `stop` and waits for the thread to end."""
+    def close(self, *, wait: bool = True) -> None:
+        """Sets `stop` and, unless told not to, waits for the thread to end."""
         self._stop.set()
         self._slots.release()
-        if self._thread.is_alive():
+        if wait and self._thread.is_alive():
             self._thread.join()
 
     def _draw(self) -> None:
+        ended: BaseException | None = None
+        while ended is None:
+            if not self._stop.is_set():
+                self._slots.acquire()
+            item, ended = self._draw_one()
+            self._ready.put((item, ended))
+
+    def _draw_one(self) -> tuple[T | None, BaseException | None]:
         try:
-            while True:
-                if not self._stop.is_set():
-                    self._slots.acquire()
-                self._ready.put((next(self._source), None))
-        except BaseException as error:
-            self._ready.put((None, error))
+            return next(self._source), None
+        except BaseException as error:  # StopIteration too: it ends the stream as any error does
+            return None, error
 
 
 ALIGNMENT = 16

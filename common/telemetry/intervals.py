@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -147,17 +146,17 @@ class StepRow:
 
 @dataclass
 class GatheredStep:
-    """One step as rank 0 knows it. table: float64 [ranks, columns], rows of NaN for ranks that sent nothing."""
+    """One step as rank 0 knows it. table: [ranks][columns], rows of NaN for ranks that sent nothing."""
 
     step: int
     time: float
     metrics: dict[str, float]
     averages: list[str]
-    table: np.ndarray
+    table: list[list[float]]
 
-    def column(self, name: str) -> np.ndarray:
+    def column(self, name: str) -> list[float]:
         """One of COLUMNS, [ranks]."""
-        return self.table[:, COLUMNS.index(name)]
+        return [row[COLUMNS.index(name)] for row in self.table]
 
 
 @dataclass
@@ -312,11 +311,13 @@ class Intervals:
         if not blocks:
             missing = torch.full_like(interval.block, math.nan)
             blocks = [interval.block, *[missing] * (self._world_size - 1)]
-        tables = np.stack([block.numpy() for block in blocks])  # [ranks, log_every, columns]
+        tables = [block.tolist() for block in blocks]  # [ranks][log_every][columns]
         numbers = interval.values.numbers()
         steps = []
         for index, row in enumerate(interval.rows):
             metrics = {name: numbers[place] for name, place in row.metrics.items()}
-            steps.append(GatheredStep(row.step, row.time, metrics, list(row.averages), tables[:, index]))
+            steps.append(
+                GatheredStep(row.step, row.time, metrics, list(row.averages), [table[index] for table in tables])
+            )
         self._deliver(steps)
         return complete

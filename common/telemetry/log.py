@@ -31,13 +31,11 @@ import torch
 
 LOG_NAME = "metrics.jsonl"
 SCHEMA = 1
+_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 def encode(value: Any) -> Any:
     """`value` as something json.dumps writes as valid JSON; NaN and infinities become strings, unknown things str()."""
-    kind = type(value)
-    if kind is int or kind is str or (kind is float and math.isfinite(value)):  # nearly everything in a step's record
-        return value
     if isinstance(value, (float, np.floating)):
         number = float(value)
         if math.isfinite(number):
@@ -81,7 +79,11 @@ class LogWriter:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Writes one record as one line. Never raises for a disk that fails."""
-        line = (json.dumps(encode(record), separators=(",", ":"), allow_nan=False) + "\n").encode()
+        try:
+            text = _JSON.encode(record)
+        except (ValueError, TypeError):  # something in it that JSON has no word for
+            text = _JSON.encode(encode(record))
+        line = (text + "\n").encode()
         with self._lock:
             if self._file is None:
                 self.lost += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import signal
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from common.runtime import Runtime
-from common.telemetry.board import Board
+from common.telemetry.board import Board, load_board
 from common.telemetry.environment import describe_environment, peak_memory
 from common.telemetry.intervals import GatheredStep, Intervals, Number, PendingGather, StepRow, gather_over
 from common.telemetry.log import LOG_NAME, SCHEMA, LogWriter, encode, read_log
@@ -139,6 +140,7 @@ class Telemetry:
         self._started = time.monotonic()
         self._handle_sigterm()
         if self.runtime.is_main:
+            load_board()
             self._log = LogWriter(self.run_dir / LOG_NAME, self._warn)
             if self._start_step is not None:
                 self._log.drop_from(self._start_step + 1)
@@ -219,7 +221,7 @@ class Telemetry:
         self._log.append({"kind": "event", "event": name, "step": step, "time": time.time(), "data": data})
         numbers = {key: float(value) for key, value in data.items() if isinstance(value, (int, float))}
         if self._board is not None:
-            self._board.add(step, {f"{name}/{key}": value for key, value in numbers.items()})
+            self._board.add(step, lambda: {f"{name}/{key}": value for key, value in numbers.items()})
         if show and self._progress is not None:
             self._progress.event(name, step, data)
 
@@ -287,7 +289,7 @@ class Telemetry:
             if self._log is not None:
                 self._log.append(record)
             if self._board is not None:
-                self._board.add(gathered.step, board_scalars(record))
+                self._board.add(gathered.step, functools.partial(board_scalars, record))
             if self._progress is not None:
                 self._progress.show(record)
 

@@ -1,12 +1,14 @@
-"""From what the ranks sent to the record of a step, as the log, TensorBoard and the progress bar take it."""
+"""From what the ranks sent to the record of a step, as the log, TensorBoard and the progress bar take it.
+
+Plain lists throughout: there are few numbers, and right after a training step, when the caches hold other things, a
+call into an array library costs more than it saves.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from common.telemetry.intervals import COLUMNS, FIRST_AVERAGE, WAIT_COLUMNS, GatheredStep
 from common.telemetry.timeline import KINDS, idle_seconds
@@ -18,15 +20,14 @@ RANK_TIMES = ("seconds", *KINDS, "idle", "other", "outside")
 def step_record(gathered: GatheredStep, totals: Sequence[int | None], flops_peak: float | None) -> dict[str, Any]:
     """The record of a step (see log.py). totals: samples and tokens before it. flops_peak: FLOP/s of one rank, or None.
 
-    seconds: mean over ranks. mfu: useful FLOP/s of all ranks / (ranks x peak).
+    seconds: mean over ranks. mfu: useful FLOP/s of all ranks / (ranks x peak). Sums are over the ranks that are known.
     """
-    ranks = _rank_columns(gathered)
-    sums = np.nansum(gathered.table[:, : len(COLUMNS)], axis=0).tolist()  # one call: numpy's calls are what costs here
-    samples, tokens, flops = (sums[COLUMNS.index(name)] for name in ("samples", "tokens", "flops"))
-    samples, tokens = int(samples), int(tokens)
-    seconds = _mean(ranks["seconds"])
+    sent = [row for row in gathered.table if not math.isnan(row[0])]
+    by_name = dict(zip(COLUMNS, zip(*sent, strict=True), strict=False))
+    samples, tokens = int(sum(by_name["samples"])), int(sum(by_name["tokens"]))
+    flops = sum(by_name["flops"])
+    seconds = sum(by_name["seconds"]) / len(sent)
     per_second = 1.0 / seconds if seconds > 0 else math.nan
-    size = len(gathered.table)
     return {
         "kind": "step",
         "step": gathered.step,
@@ -39,9 +40,9 @@ def step_record(gathered: GatheredStep, totals: Sequence[int | None], flops_peak
         "tokens_total": (totals[1] or 0) + tokens,
         "samples_per_s": samples * per_second,
         "tokens_per_s": tokens * per_second,
-        "mfu": flops * per_second / (size * flops_peak) if flops_peak and flops else None,
-        "metrics": {**_averages(gathered), **gathered.metrics},
-        "ranks": ranks,
+        "mfu": flops * per_second / (len(gathered.table) * flops_peak) if flops_peak and flops else None,
+        "metrics": {**_averages(gathered.averages, sent), **gathered.metrics},
+        "ranks": _rank_columns(gathered.table, sent),
     }
 
 
@@ -52,45 +53,34 @@ def board_scalars(record: dict[str, Any]) -> dict[str, float]:
         if record[name] is not None:
             scalars[f"speed/{name}"] = float(record[name])
     for name in RANK_TIMES:
-        scalars[f"time/{name}"] = _mean(record["ranks"][name])
+        known = [value for value in record["ranks"][name] if not math.isnan(value)]
+        scalars[f"time/{name}"] = sum(known) / len(known)
     return scalars
 
 
-def _rank_columns(gathered: GatheredStep) -> dict[str, list[float]]:
-    table = gathered.table
-    idle = np.full(len(table), np.nan)
-    sent = ~np.isnan(table[:, COLUMNS.index("seconds")])
-    idle[sent] = idle_seconds(table[sent, WAIT_COLUMNS])
-    by_name = dict(zip(COLUMNS, table[:, : len(COLUMNS)].T.tolist(), strict=True))
-    by_name["idle"] = idle.tolist()
-    waits = zip(by_name["exposed_comm"], by_name["idle"], strict=True)
-    by_name["exposed_comm"] = [max(0.0, wait - own) for wait, own in waits]
+def _rank_columns(table: list[list[float]], sent: list[list[float]]) -> dict[str, list[float]]:
+    by_name: dict[str, Sequence[float]] = dict(zip(COLUMNS, zip(*sent, strict=True), strict=False))
+    idle = idle_seconds([row[WAIT_COLUMNS] for row in sent])
+    waits = by_name["exposed_comm"]
+    by_name["idle"] = idle
+    by_name["exposed_comm"] = [max(0.0, wait - own) for wait, own in zip(waits, idle, strict=True)]
     spans = zip(*(by_name[name] for name in (*KINDS, "idle")), strict=True)
     by_name["other"] = [max(0.0, all_ - sum(parts)) for all_, parts in zip(by_name["seconds"], spans, strict=True)]
-    columns = {name: [_rounded(value) for value in by_name[name]] for name in RANK_TIMES}
+    # Tenths of microseconds are below what a span can tell, and round numbers keep the log small.
+    columns: dict[str, list[float]] = {name: [round(value, 7) for value in by_name[name]] for name in RANK_TIMES}
     for name in ("samples", "tokens", "rss_peak", "cuda_peak"):
-        columns[name] = [value if math.isnan(value) else int(value) for value in by_name[name]]
-    return columns
+        columns[name] = [int(value) for value in by_name[name]]
+    if len(sent) == len(table):
+        return columns
+    known = {name: iter(values) for name, values in columns.items()}
+    return {name: [math.nan if math.isnan(row[0]) else next(known[name]) for row in table] for name in columns}
 
 
-def _averages(gathered: GatheredStep) -> dict[str, float]:
+def _averages(names: Sequence[str], sent: list[list[float]]) -> dict[str, float]:
+    """Name -> sum over ranks / count over ranks. A rank whose sum is not a number makes the mean one too."""
     averages: dict[str, float] = {}
-    if not gathered.averages:
-        return averages
-    # A rank whose sum is not a number makes the mean one too; only ranks that sent nothing are left out.
-    sent = ~np.isnan(gathered.table[:, 0])
-    for index, name in enumerate(gathered.averages):
-        first = FIRST_AVERAGE + 2 * index
-        top, count = gathered.table[sent, first : first + 2].sum(axis=0)
-        averages[name] = float(top / count) if count else math.nan
+    for place, name in enumerate(names):
+        first = FIRST_AVERAGE + 2 * place
+        count = sum(row[first + 1] for row in sent)
+        averages[name] = sum(row[first] for row in sent) / count if count else math.nan
     return averages
-
-
-def _mean(values: Sequence[float]) -> float:
-    """Mean of the ranks that are known."""
-    known = [value for value in values if not math.isnan(value)]
-    return sum(known) / len(known) if known else math.nan
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.6g}")

@@ -31,9 +31,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 
 KINDS = ("compute", "exposed_comm", "input", "optimizer")
@@ -57,7 +56,9 @@ MATCHED_WAITS = 8
 
 
 class Clock(Protocol):
-    """Takes stamps now and turns them into times once they have passed."""
+    """Takes stamps now and turns them into times once they have passed. immediate: they have at once."""
+
+    immediate: bool
 
     def stamp(self) -> Any:
         """A mark of this moment of the training."""
@@ -77,6 +78,8 @@ class Clock(Protocol):
 
 class HostClock:
     """Clock of the host: stamps are nanoseconds."""
+
+    immediate = True
 
     def __init__(self) -> None:
         self._offset = time.time_ns() - time.perf_counter_ns()
@@ -100,6 +103,8 @@ class HostClock:
 
 class CudaClock:
     """Clock of a CUDA device: stamps are events on the current stream, so taking one waits for nothing."""
+
+    immediate = False
 
     def __init__(self) -> None:
         self._anchor = self.stamp()
@@ -158,22 +163,21 @@ class RecordedStep:
     charged: list[tuple[str, float]] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Span:
-    """A span with its times. start: seconds since the step began; own_seconds: without the spans inside it."""
+class Span(NamedTuple):
+    """A span with its times. start: seconds since the step began; seconds: with the spans inside it."""
 
     name: str
     start: float
     seconds: float
-    own_seconds: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepTimes:
     """The times of one step on one rank.
 
     start_ns: nanoseconds since 1970. seconds: length of the step without what is `outside`, at least 0.
-    own: kind -> exclusive seconds, keys KINDS and "outside". waits: lengths of the exposed_comm spans in order, s.
+    own: kind -> exclusive seconds, keys KINDS, "outside" and "other" (spans of other names).
+    waits: lengths of the exposed_comm spans in order, s. elapsed: length of the step with what is outside, s.
     beside: spans of other threads as (name, start ns, end ns, thread number).
     """
 
@@ -284,43 +288,41 @@ class Timeline:
     def passed(self, step: RecordedStep) -> bool:
         """Whether `resolve(step)` would not wait for the device."""
         clock = self.clock
-        return clock.passed(step.end) and all(clock.passed(span.end) for span in step.spans)
+        return clock.immediate or (clock.passed(step.end) and all(clock.passed(span.end) for span in step.spans))
 
     def resolve(self, step: RecordedStep) -> StepTimes:
         """Stamps into times; waits for the device where it has not come so far. Steps in order, each once."""
         clock = self.clock
-        for stamp in (*(span.end for span in step.spans), step.end):
-            clock.wait(stamp)
-        lengths = [clock.seconds(span.start, span.end) for span in step.spans]
-        inside = [0.0] * len(lengths)
-        for length, span in zip(lengths, step.spans, strict=True):
-            if span.parent >= 0:
-                inside[span.parent] += length
+        if not clock.immediate:
+            for stamp in (*(span.end for span in step.spans), step.end):
+                clock.wait(stamp)
+        kinds = self._kinds
+        spans = [Span(s.name, clock.seconds(step.start, s.start), clock.seconds(s.start, s.end)) for s in step.spans]
+        rests = [
+            span.seconds - sum(seconds for _, seconds in s.charged) for span, s in zip(spans, step.spans, strict=True)
+        ]
+        outside: list[bool] = []
+        for recorded, span in zip(step.spans, spans, strict=True):
+            parent = recorded.parent
+            if parent >= 0:
+                rests[parent] -= span.seconds
+            # What runs inside an evaluation is evaluation, whatever it is called.
+            outside.append(kinds.get(recorded.name) == "outside" or (parent >= 0 and outside[parent]))
         own = dict.fromkeys((*KINDS, "outside", "other"), 0.0)
         waits: list[float] = []
-        spans: list[Span] = []
-        outside: list[bool] = []
-        for index, (length, span) in enumerate(zip(lengths, step.spans, strict=True)):
-            # What runs inside an evaluation is evaluation, whatever it is called.
-            within = self._kinds.get(span.name) == "outside" or (span.parent >= 0 and outside[span.parent])
-            outside.append(within)
-            rest = max(0.0, length - inside[index] - sum(seconds for _, seconds in span.charged))
-            self._count([*span.charged, (span.name, rest)], within, own, waits)
-            spans.append(Span(span.name, clock.seconds(step.start, span.start), length, rest))
-        self._count(step.charged, False, own, waits)
+        for recorded, rest, within in zip(step.spans, rests, outside, strict=True):
+            for name, seconds in (*recorded.charged, (recorded.name, max(0.0, rest))):
+                kind = "outside" if within else kinds.get(name, "other")
+                own[kind] += seconds
+                if kind == "exposed_comm":
+                    waits.append(seconds)
+        for name, seconds in step.charged:
+            own[kinds.get(name, "other")] += seconds
+            if kinds.get(name) == "exposed_comm":
+                waits.append(seconds)
         elapsed = clock.seconds(step.start, step.end)
         seconds = max(0.0, elapsed - own["outside"])
-        del own["other"]
         return StepTimes(clock.epoch_ns(step.start), seconds, elapsed, own, waits, spans, step.beside)
-
-    def _count(
-        self, parts: Sequence[tuple[str, float]], outside: bool, own: dict[str, float], waits: list[float]
-    ) -> None:
-        for name, seconds in parts:
-            kind = "outside" if outside else self._kinds.get(name, "other")
-            own[kind] += seconds
-            if kind == "exposed_comm":
-                waits.append(seconds)
 
 
 def pack_waits(waits: Sequence[float]) -> list[float]:
@@ -331,11 +333,15 @@ def pack_waits(waits: Sequence[float]) -> list[float]:
     return head + [float("nan")] * (MATCHED_WAITS - len(head))
 
 
-def idle_seconds(waits: np.ndarray) -> np.ndarray:
-    """Idle time of each rank in one step, s (definition at the top of this file).
+def idle_seconds(waits: Sequence[Sequence[float]]) -> list[float]:
+    """Idle time of each rank in one step, s (definition at the top of this file). Returns [ranks].
 
-    waits: [ranks, MATCHED_WAITS], from `pack_waits`. Returns [ranks].
+    waits: [ranks][MATCHED_WAITS], from `pack_waits`.
     """
-    shared = ~np.isnan(waits).any(axis=0)
-    matched = waits[:, shared]  # [ranks, matched]
-    return (matched - matched.min(axis=0, initial=np.inf)).sum(axis=1)
+    idle = [0.0] * len(waits)
+    for column in zip(*waits, strict=True):
+        shortest = min(column)
+        if all(wait == wait for wait in column):  # NaN: some rank has no such wait, so there is nothing to compare
+            for rank, wait in enumerate(column):
+                idle[rank] += wait - shortest
+    return idle

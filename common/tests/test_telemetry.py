@@ -23,6 +23,7 @@ from common.runtime import Runtime
 from common.telemetry import Telemetry, measure_matmul_peak, peak, read_log
 from common.telemetry.intervals import DeferredValues, Intervals, StepRow
 from common.telemetry.log import LogWriter, encode
+from common.telemetry.records import step_record
 from common.telemetry.timeline import HostClock, Timeline, idle_seconds, pack_waits
 from common.telemetry.trace import parse_steps
 
@@ -150,11 +151,11 @@ def test_spans_count_without_those_inside_them():
 
 
 def test_idle_is_the_wait_beyond_the_shortest_wait_at_each_collective():
-    waits = np.array([pack_waits([0.5, 0.2]), pack_waits([0.1, 0.3]), pack_waits([0.4, 0.2, 9.0])])
+    waits = [pack_waits([0.5, 0.2]), pack_waits([0.1, 0.3]), pack_waits([0.4, 0.2, 9.0])]
     # The third collective is not shared by all ranks: nothing to compare, so none of it is idle.
     assert idle_seconds(waits) == pytest.approx([0.4, 0.1, 0.3])
     assert pack_waits([1.0] * 20)[-1] == 13.0
-    assert idle_seconds(np.full((4, 8), np.nan)).tolist() == [0, 0, 0, 0]
+    assert idle_seconds([pack_waits([])] * 4) == [0, 0, 0, 0]
 
 
 def ranks_with_a_slow_one(runtime, folder):
@@ -347,6 +348,10 @@ def test_steps_do_not_wait_for_a_rank_whose_numbers_do_not_come():
     assert [each.step for each in delivered] == [1, 2, 3, 4, 5, 6, 7]
     tokens = np.array([each.column("tokens") for each in delivered])
     assert tokens[:, 0].tolist() == [5] * 7 and np.isnan(tokens[:, 1]).all()
+    record = step_record(delivered[0], [10, 20], 1e9)
+    assert record["tokens"] == 5 and record["tokens_total"] == 25
+    for name in ("seconds", "compute", "exposed_comm", "idle", "other", "tokens"):
+        assert not math.isnan(record["ranks"][name][0]) and math.isnan(record["ranks"][name][1])
 
 
 def test_nothing_is_asked_of_a_device_that_is_still_at_work():
@@ -387,8 +392,10 @@ def test_values_on_a_device_are_taken_as_they_were_and_not_waited_for():
 def ranks_cost(runtime, folder):
     values = {f"metric_{index}": torch.tensor(1.0) for index in range(4)}
     costs = []
+    weights = torch.ones(4_000_000)
     with Telemetry(folder, runtime, flops_peak=1e9, line_every_s=1000) as telemetry:
-        for step in range(1, 301):
+        for step in range(1, 151):
+            weights.mul_(0.5)  # a step of training leaves nothing of telemetry in the caches
             dist.all_reduce(torch.ones(1), group=runtime.group())  # keep step, as training does
             start = time.thread_time()
             wall = time.perf_counter()

@@ -20,7 +20,7 @@ def load_board() -> None:
 class Board:
     """Writes scalars under `folder`. Where that fails (a full disk) it warns once and stops, and the run goes on.
 
-    first_step: scalars that an earlier session wrote at this step or later are hidden.
+    first_step: scalars that an earlier launch wrote at this step or later are hidden.
     """
 
     def __init__(self, folder: Path, first_step: int, warn: Callable[[str], None]) -> None:

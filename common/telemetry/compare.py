@@ -62,7 +62,7 @@ def summary_rows(logs: dict[str, RunLog]) -> tuple[list[str], list[list[str]]]:
     for name, log in logs.items():
         means = speeds(log)
         total = log.column("samples_total")
-        row = [name, str(log.session.get("world_size", "?")), f"{len(log.steps):,}"]
+        row = [name, str(log.launch.get("world_size", "?")), f"{len(log.steps):,}"]
         row += [f"{int(total[-1]):,}" if len(total) else "0", duration(elapsed(log)), duration(means["seconds"])]
         row.append(
             rate(means["tokens_per_s"] or means["samples_per_s"], "tokens/s" if means["tokens_per_s"] else "samples/s")
@@ -102,7 +102,7 @@ def _evaluation_series(name: str, log: RunLog, measure: str, axis: str) -> Serie
         for event, row in zip(log.events_named("evaluation"), evaluations(log), strict=True)
         if measure in row
     ]
-    start = float(log.sessions[0]["time"]) if log.sessions else 0.0
+    start = float(log.launches[0]["time"]) if log.launches else 0.0
     x = [samples_of(row, log) if axis == "samples" else (float(event["time"]) - start) / 60 for event, row in rows]
     return Series(name, x, [float(row[measure]) for _, row in rows], marked=True)
 
@@ -121,7 +121,7 @@ def _speed(logs: dict[str, RunLog]) -> list[Block]:
 
 def _differences(logs: dict[str, RunLog]) -> Table:
     settings = [
-        {**flatten(log.session.get("config", {})), "world_size": log.session.get("world_size")} for log in logs.values()
+        {**flatten(log.launch.get("config", {})), "world_size": log.launch.get("world_size")} for log in logs.values()
     ]
     names = list(dict.fromkeys(name for setting in settings for name in setting))
     rows: list[list[Any]] = []

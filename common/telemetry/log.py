@@ -1,7 +1,7 @@
 """The log of a run: `metrics.jsonl` in its folder, one JSON object a line, appended.
 
 kind        fields
-"session"   one per start or resume: schema, time, title, start_step, total_steps, world_size, device, flops_peak,
+"launch"    one per start or resume: schema, time, title, start_step, total_steps, world_size, device, flops_peak,
             config, environment
 "step"      step, time, seconds, samples, tokens, flops (sums over ranks in this step), samples_total, tokens_total,
             tokens_per_s, samples_per_s, mfu, metrics {name: number}, ranks {quantity: [one number per rank]}
@@ -10,7 +10,7 @@ kind        fields
 
 Every line is valid JSON: numbers that JSON has no word for are the strings "NaN", "Infinity" and "-Infinity", which
 `float()` reads. Each line is written whole by one system call and nothing is buffered, so a killed process leaves at
-most one torn line, which the next session cuts off. (Only the machine itself failing can lose more: there is no fsync.)
+most one torn line, which the next launch cuts off. (Only the machine itself failing can lose more: there is no fsync.)
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class LogWriter:
                 self._cut_back()
 
     def drop_from(self, step: int) -> None:
-        """Removes what earlier sessions recorded at `step` and later, since it is about to be done again.
+        """Removes what earlier launches recorded at `step` and later, since it is about to be done again.
 
         Where nothing of them would remain (a run starts afresh in a used folder) their log is kept under another name.
         """
@@ -189,21 +189,21 @@ class RunLog:
     """What a run's log says. steps: by step, each once (the last word counts). unreadable: numbers of bad lines."""
 
     folder: Path
-    sessions: list[dict[str, Any]] = field(default_factory=list)
+    launches: list[dict[str, Any]] = field(default_factory=list)
     steps: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     ends: list[dict[str, Any]] = field(default_factory=list)
     unreadable: list[int] = field(default_factory=list)
 
     @property
-    def session(self) -> dict[str, Any]:
-        """The latest session; empty where the log has none."""
-        return self.sessions[-1] if self.sessions else {}
+    def launch(self) -> dict[str, Any]:
+        """The latest launch; empty where the log has none."""
+        return self.launches[-1] if self.launches else {}
 
     @property
     def title(self) -> str:
         """Name of the run."""
-        return str(self.session.get("title") or self.folder.resolve().name)
+        return str(self.launch.get("title") or self.folder.resolve().name)
 
     @property
     def metric_names(self) -> list[str]:
@@ -252,7 +252,7 @@ def read_log(folder: Path) -> RunLog:
         raise ValueError(f"{folder} is not the folder of a run: it has no {LOG_NAME}")
     log = RunLog(folder)
     steps: dict[int, dict[str, Any]] = {}
-    places = {"session": log.sessions, "event": log.events, "end": log.ends}
+    places = {"launch": log.launches, "event": log.events, "end": log.ends}
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             record = json.loads(line)
@@ -263,7 +263,7 @@ def read_log(folder: Path) -> RunLog:
                 places[kind].append(record)
         except (ValueError, KeyError, TypeError):
             log.unreadable.append(number)
-    if not steps and not log.sessions:
+    if not steps and not log.launches:
         raise ValueError(f"{path} holds no record of a run; {len(log.unreadable)} lines are unreadable")
     log.steps = [steps[step] for step in sorted(steps)]
     return log

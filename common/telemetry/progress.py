@@ -20,7 +20,7 @@ REFRESH_PER_S = 2  # drawing takes milliseconds of a core that the training may 
 class ProgressDisplay:
     """Progress of one run on standard output.
 
-    title: shown in front. total_steps: None where the end is not known. first_step: steps done before this session.
+    title: shown in front. total_steps: None where the end is not known. first_step: steps done before this launch.
     every_s: seconds between lines where standard output is no terminal.
     """
 
@@ -49,7 +49,7 @@ class ProgressDisplay:
             self._bar.start()
 
     def resume_at(self, step: int) -> None:
-        """Says which step was the last before this session."""
+        """Says which step was the last before this launch."""
         self._first_step = self._step = step
         if self._bar is not None:
             self._bar.reset(self._task, completed=step)

@@ -49,9 +49,9 @@ class Telemetry:
 
     run_dir: folder of the run; made by rank 0, shared by all ranks or not (only traces come from the others).
     config: dataclass or mapping, kept in the log and the report. title: name of the run; None: the folder's name.
-    total_steps: number of the last step, if known. start_step: the last step done before this session (resume); what
+    total_steps: number of the last step, if known. start_step: the last step done before this launch (resume); what
         the log holds beyond it is dropped, so no step is there twice. None: taken from the first call of `step`.
-    start_samples, start_tokens: totals before this session; None: taken from the log.
+    start_samples, start_tokens: totals before this launch; None: taken from the log.
     flops_peak: FLOP/s of one rank (see measure_matmul_peak); without it there is no MFU.
     log_every: steps per interval. trace_steps: "10:13" writes spans of steps 10, 11 and 12 as a Chrome trace per rank
         under `trace/`; trace_kernels adds torch.profiler's. settle: needed with trace_kernels where collectives are
@@ -144,7 +144,7 @@ class Telemetry:
             self._log = LogWriter(self.run_dir / LOG_NAME, self._warn)
             if self._start_step is not None:
                 self._log.drop_from(self._start_step + 1)
-            self._log.append(self._session_record())
+            self._log.append(self._launch_record())
             if not self._quiet:
                 self._progress = ProgressDisplay(
                     self._title, self._total_steps, self._start_step or 0, self._line_every_s
@@ -256,7 +256,7 @@ class Telemetry:
             return None
 
     def _begin(self, step: int) -> None:
-        """What can only be done when the number of the session's first step is known."""
+        """What can only be done when the number of the launch's first step is known."""
         if self._log is None:
             return
         if self._start_step is None:
@@ -298,9 +298,9 @@ class Telemetry:
             self._settle()
         return self._intervals.settle(FLUSH_TIMEOUT_S)
 
-    def _session_record(self) -> dict[str, Any]:
+    def _launch_record(self) -> dict[str, Any]:
         return {
-            "kind": "session",
+            "kind": "launch",
             "schema": SCHEMA,
             "time": time.time(),
             "title": self._title,

@@ -61,7 +61,7 @@ def speeds(log: RunLog) -> dict[str, float]:
     kept = steady(log)
     seconds = log.column("seconds")[kept].sum()
     flops = log.column("flops")[kept].sum()
-    peak = float(log.session.get("flops_peak") or math.nan) * int(log.session.get("world_size") or 1)
+    peak = float(log.launch.get("flops_peak") or math.nan) * int(log.launch.get("world_size") or 1)
     result = {"seconds": seconds / max(1, kept.sum())}
     for name in ("tokens", "samples"):
         result[f"{name}_per_s"] = log.column(name)[kept].sum() / seconds if seconds else math.nan
@@ -77,7 +77,7 @@ def speeds(log: RunLog) -> dict[str, float]:
 def headline(log: RunLog) -> Cards:
     """The numbers that a reader wants first."""
     means = speeds(log)
-    world = int(log.session.get("world_size") or 1)
+    world = int(log.launch.get("world_size") or 1)
     cards: list[tuple[str, str, str]] = []
     for name in log.metric_names[:1]:
         values = log.column(f"metrics.{name}")
@@ -92,7 +92,7 @@ def headline(log: RunLog) -> Cards:
             cards.append((f"{unit}/s", scaled(pace), f"{scaled(pace / world)} per rank" if world > 1 else ""))
             break
     if math.isfinite(means["mfu"]):
-        peak = rate(float(log.session["flops_peak"]), "FLOP/s a rank")
+        peak = rate(float(log.launch["flops_peak"]), "FLOP/s a rank")
         cards.append(("MFU", f"{100 * means['mfu']:.1f} %", f"of the measured matmul peak, {peak}"))
     cards.append(("step", duration(means["seconds"]), "mean, evaluation and checkpoints apart"))
     if world > 1:
@@ -109,9 +109,9 @@ def headline(log: RunLog) -> Cards:
 
 
 def elapsed(log: RunLog) -> float:
-    """Wall time from start to last record, summed over sessions (without the pauses between them), s."""
+    """Wall time from start to last record, summed over launches (without the pauses between them), s."""
     times = sorted([*(record["time"] for record in (*log.steps, *log.events, *log.ends) if "time" in record)])
-    starts = sorted(float(session["time"]) for session in log.sessions)
+    starts = sorted(float(launch["time"]) for launch in log.launches)
     total = 0.0
     for first, following in zip(starts, [*starts[1:], math.inf], strict=True):
         inside = [moment for moment in times if first <= moment < following]
@@ -134,7 +134,7 @@ def learning_curves(log: RunLog) -> list[Block]:
             blocks.append(Lines(name, "samples", name, series))
     for name in evaluation_names(log):
         points = [(samples_of(row, log), float(row[name])) for row in evaluations(log) if name in row]
-        target = log.session.get("config", {})
+        target = log.launch.get("config", {})
         level = _find(target, f"target_{name}")
         share = "accuracy" in name
         series = [Series(name, [x for x, _ in points], [y for _, y in points], marked=True)]
@@ -233,8 +233,8 @@ def _evaluation_section(log: RunLog) -> Section:
 
 
 def _facts_section(log: RunLog) -> Section:
-    config = [[name, _shown(value)] for name, value in flatten(log.session.get("config", {})).items()]
-    environment = [[name, _shown(value)] for name, value in log.session.get("environment", {}).items()]
+    config = [[name, _shown(value)] for name, value in flatten(log.launch.get("config", {})).items()]
+    environment = [[name, _shown(value)] for name, value in log.launch.get("environment", {}).items()]
     tables: list[Block] = []
     if config:
         tables.append(Table(["setting", "value"], config, title="Configuration"))
@@ -270,11 +270,11 @@ def _evaluation_cards(log: RunLog) -> list[tuple[str, str, str]]:
 
 
 def _subtitle(log: RunLog) -> str:
-    session = log.session
-    environment = session.get("environment", {})
+    launch = log.launch
+    environment = launch.get("environment", {})
     machine = environment.get("accelerator") or environment.get("processor", "")
-    parts = [_moment(log.sessions[0]["time"])] if log.sessions else []
-    return " · ".join([*parts, f"{session.get('world_size', '?')} ranks", str(session.get("device", "")), str(machine)])
+    parts = [_moment(log.launches[0]["time"])] if log.launches else []
+    return " · ".join([*parts, f"{launch.get('world_size', '?')} ranks", str(launch.get("device", "")), str(machine)])
 
 
 def _footer(log: RunLog) -> str:
@@ -291,7 +291,7 @@ def _footer(log: RunLog) -> str:
 
 
 def _restarts(log: RunLog) -> str:
-    return f"in {len(log.sessions)} sessions" if len(log.sessions) > 1 else ""
+    return f"in {len(log.launches)} launches" if len(log.launches) > 1 else ""
 
 
 def _moment(moment: float) -> str:

@@ -28,10 +28,10 @@ from common.telemetry.sections import from_json, to_json
 def write_log(folder: Path, steps: int = 40, ranks: int = 2, *, loss=lambda step: 4.0 / step, lr: float = 0.1) -> Path:
     """A log as Telemetry writes it, of a run whose numbers are known."""
     folder.mkdir(parents=True, exist_ok=True)
-    session = {"kind": "session", "schema": 1, "time": 1000.0, "title": folder.name, "world_size": ranks}
-    session |= {"flops_peak": 1e9, "device": "cpu", "config": {"train": {"lr": lr, "target_accuracy": 0.5}}}
-    session |= {"environment": {"torch": "2", "processor": "P"}}
-    records = [session]
+    launch = {"kind": "launch", "schema": 1, "time": 1000.0, "title": folder.name, "world_size": ranks}
+    launch |= {"flops_peak": 1e9, "device": "cpu", "config": {"train": {"lr": lr, "target_accuracy": 0.5}}}
+    launch |= {"environment": {"torch": "2", "processor": "P"}}
+    records = [launch]
     for step in range(1, steps + 1):
         tokens = [100 + 20 * rank for rank in range(ranks)]
         times = {"seconds": 0.5, "compute": 0.3, "exposed_comm": 0.05, "input": 0.01, "optimizer": 0.04, "idle": 0.08}

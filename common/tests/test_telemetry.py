@@ -53,7 +53,7 @@ def test_log_has_one_line_a_step_with_totals_and_rates(alone, tmp_path):
             telemetry.step(step=step, samples=4, tokens=100, flops=2e6, metrics={"loss": torch.tensor(0.5)})
         telemetry.event("evaluation", {"samples": 12, "accuracy": torch.tensor(0.25)})
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["kind"] for line in lines] == ["session", "step", "step", "step", "event", "end"]
+    assert [line["kind"] for line in lines] == ["launch", "step", "step", "step", "event", "end"]
     assert lines[0]["config"] == {"model": {"hidden": 8}}
     last = lines[3]
     assert (last["step"], last["samples_total"], last["tokens_total"]) == (3, 12, 300)
@@ -211,7 +211,7 @@ def test_resume_appends_and_no_step_is_there_twice(alone, tmp_path):
     log = read_log(tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, 13))
-    assert len(log.sessions) == 2 and not log.unreadable
+    assert len(log.launches) == 2 and not log.unreadable
     assert log.column("tokens_total").tolist() == np.cumsum(10 * np.arange(1, 13)).tolist()
     record(tmp_path, alone, range(10, 11))  # without start_step: the first step says it
     assert read_log(tmp_path).column("step").tolist() == list(range(1, 11))
@@ -223,7 +223,7 @@ def test_a_fresh_run_in_a_used_folder_keeps_the_old_log_aside(alone, tmp_path):
     old = (tmp_path / "metrics.jsonl").read_bytes()
     record(tmp_path, alone, range(1, 3))
     assert read_log(tmp_path).column("step").tolist() == [1, 2]
-    assert len(read_log(tmp_path).sessions) == 1
+    assert len(read_log(tmp_path).launches) == 1
     assert (tmp_path / "metrics.1.jsonl").read_bytes() == old
 
 

@@ -31,7 +31,7 @@ examples:
   python -m bert_mlperf.score results/* --plot comparison.png --plot comparison.svg
   python -m bert_mlperf.score results/my_system --check --runs --json score.json
 
-exit status: 0 a system was scored; 1 with --check, a log of a scored system is not compliant;
+exit status: 0 a system was scored; 1 with --check, the log of a run that counts is not compliant;
              2 nothing could be scored, or a bad argument
 """
 
@@ -63,8 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if all(system.score_s is None for system in systems):
         print(f"{PROG}: nothing could be scored; the lines above say why", file=sys.stderr)
         return 2
-    scored = [system for system in systems if system.score_s is not None]
-    return int(any(not verdict.passed for system in scored for verdict in system.compliance.values()))
+    scored = [run.path for system in systems if system.score_s is not None for run in system.converged]
+    verdicts = {path: verdict for system in systems for path, verdict in system.compliance.items()}
+    return int(options.check and any(not verdicts[path].passed for path in scored))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -126,11 +127,9 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _check(system: System, ruleset: str) -> None:
-    system.compliance = {
-        run.path: check_compliance(run.path, ruleset) for run in system.runs if run.status != "unreadable"
-    }
+    system.compliance = {run.path: check_compliance(run.path, ruleset) for run in system.counted}
     if system.score_s is not None and system.head.division == "closed":
-        system.convergence = check_convergence([run.path for run in system.runs if run.status != "unreadable"], ruleset)
+        system.convergence = check_convergence([run.path for run in system.counted], ruleset)
 
 
 def _plot(systems: Sequence[System], paths: Sequence[Path]) -> None:

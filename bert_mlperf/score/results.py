@@ -14,7 +14,7 @@ from mlperf_logging.compliance_checker.mlp_parser import ruleset_210 as parser
 
 from bert_mlperf.mlperf_rules import CLOSED_TARGET, evaluation_interval, samples_at_evaluation
 
-Status = Literal["success", "aborted", "unfinished", "unreadable"]
+Status = Literal["success", "aborted", "unfinished", "continued", "unreadable"]
 
 
 @dataclass(frozen=True)
@@ -164,6 +164,16 @@ def read_run(path: Path) -> Run:
         target=target if isinstance(target, float) else CLOSED_TARGET if division == "closed" else None,
     )
     return _timed(run, events)
+
+
+def join_resumed(runs: Sequence[Run]) -> list[Run]:
+    """The runs of a folder in the order of their files; one that a later file resumes has status `continued`."""
+    joined = list(runs)
+    for number, run in enumerate(runs):
+        for earlier in range(number if run.resumed_samples else 0):
+            if joined[earlier].status in ("aborted", "unfinished") and joined[earlier].seed == run.seed:
+                joined[earlier] = replace(joined[earlier], status="continued", problem=f"resumed by {run.path.name}")
+    return joined
 
 
 def _timed(run: Run, events: _Events) -> Run:

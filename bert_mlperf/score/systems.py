@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bert_mlperf.score.checks import Convergence, Verdict
-from bert_mlperf.score.results import Run, read_run
+from bert_mlperf.score.results import Run, join_resumed, read_run
 
 RUNS_OF_A_SUBMISSION = 10
 """Runs of one system that the rules ask for (MLPerf Training v2.1, BERT)."""
@@ -39,6 +39,11 @@ class System:
     @property
     def converged(self) -> list[Run]:
         return [run for run in self.runs if run.converged]
+
+    @property
+    def counted(self) -> list[Run]:
+        """Those that the score goes by: neither unreadable nor continued by another file."""
+        return [run for run in self.runs if run.status not in ("unreadable", "continued")]
 
     @property
     def head(self) -> Run:
@@ -73,7 +78,7 @@ def olympic_mean(values: Sequence[float]) -> float:
 
 def score_system(name: str, folder: Path, files: Sequence[Path]) -> System:
     """Reads the runs of a system and scores them; a system without a score says why in `error`."""
-    system = System(name, folder, [read_run(path) for path in files])
+    system = System(name, folder, join_resumed([read_run(path) for path in files]))
     if not system.runs:
         system.error = (
             "no result file; expected bert/result_*.txt, result_*.txt, or a .txt or .log file with MLPerf events"
@@ -89,7 +94,6 @@ def score_system(name: str, folder: Path, files: Sequence[Path]) -> System:
 
 def _mixed(system: System) -> str:
     """What the runs of one system must share and do not."""
-    readable = [run for run in system.runs if run.status != "unreadable"]
     for what, label in (
         ("benchmark", "benchmarks"),
         ("division", "divisions"),
@@ -98,7 +102,7 @@ def _mixed(system: System) -> str:
         ("global_batch", "global batch sizes"),
         ("target", "target accuracies"),
     ):
-        values = sorted({getattr(run, what) for run in readable if getattr(run, what) not in (None, "")}, key=str)
+        values = sorted({getattr(run, what) for run in system.counted if getattr(run, what) not in (None, "")}, key=str)
         if len(values) > 1:
             return f"several {label} in one folder: {', '.join(map(str, values))}; give each its own"
         if what == "benchmark" and values and values != ["bert"]:
@@ -108,14 +112,16 @@ def _mixed(system: System) -> str:
 
 def _score(system: System) -> None:
     converged = system.converged
-    counted = [run for run in system.runs if run.status != "unreadable"]
+    counted = system.counted
     failed = [run for run in counted if not run.converged]
-    if len(counted) < len(system.runs):
-        system.notes.append(f"{len(system.runs) - len(counted)} unreadable files are left out")
+    if unreadable := sum(run.status == "unreadable" for run in system.runs):
+        system.notes.append(f"files left out because they cannot be read: {unreadable}")
     if not converged:
-        system.error = f"none of the {len(system.runs)} runs converged"
-        if len(system.runs) == 1:
-            system.error = f"the run did not converge: {system.runs[0].problem}"
+        last = (counted or system.runs)[-1]
+        alone = len(counted or system.runs) == 1
+        system.error = (
+            f"the run did not converge: {last.problem}" if alone else f"none of {len(system.runs)} runs converged"
+        )
         return
     system.throughput = _throughput(converged)
     # A run that did not converge took for ever; with fewer than three runs there is no slowest one to drop.

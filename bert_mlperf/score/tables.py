@@ -72,7 +72,7 @@ def _cells(system: System) -> list[str]:
         f"{escape(system.name)}\n[dim]{escape(head.organization or 'no organization')}, {_contest(system.contest)}",
         _number(head.accelerators),
         _number(head.global_batch),
-        f"{len(converged)} of {len(system.runs)}",
+        f"{len(converged)} of {len(system.counted)}",
         _number(system.score_s, 1),
         _number(minutes, 2),
         f"{min(times):,.1f} -\n{max(times):,.1f}" if times else "-",

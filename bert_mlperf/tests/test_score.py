@@ -147,6 +147,20 @@ def test_a_resumed_run_has_a_time_but_no_rank(tmp_path):
     assert resumed.throughput == pytest.approx(960 / 3.0)
 
 
+def test_a_run_in_several_files_is_one_run(tmp_path, capsys):
+    write_run(tmp_path, BAD[:1], stop=False, values=replace(SMALL, world_size=4))
+    write_run(tmp_path, BAD[:1], resumed_samples=320)
+    write_run(tmp_path, GOOD[1:], resumed_samples=640)
+    write_run(tmp_path, GOOD, values=replace(SMALL, seed=1))
+    (system,) = systems_in(tmp_path)
+    assert [run.status for run in system.runs] == ["continued", "continued", "success", "success"]
+    assert system.runs[1].problem == "resumed by result_2.txt"
+    assert (system.score_s, len(system.counted)) == (25.0, 2)
+    assert main([str(tmp_path), "--check"]) == 0
+    said = capsys.readouterr().out
+    assert "2 of 2" in said and "result_0.txt: continued: resumed by result_1.txt" in said
+
+
 def test_ranks_are_given_within_equal_division_and_target(tmp_path, capsys):
     write_run(tmp_path / "easy", GOOD)
     write_run(tmp_path / "hard", (0.1, 0.2, 0.31, 0.41), values=replace(SMALL, target_accuracy=0.4))
@@ -289,7 +303,7 @@ def test_one_folder_holds_one_system(tmp_path):
         ({}, "empty: no score: no result file; expected bert/result_*.txt"),
         ({"notes.txt": "nothing here"}, "empty: no score: no result file"),
         ({"bert/result_0.txt": "nothing here"}, "empty: no score: the run did not converge: not an MLPerf log"),
-        ({"bert/result_0.txt": "", "bert/result_1.txt": ""}, "empty: no score: none of the 2 runs converged"),
+        ({"bert/result_0.txt": "", "bert/result_1.txt": ""}, "empty: no score: none of 2 runs converged"),
     ],
 )
 def test_where_nothing_can_be_scored_the_status_is_2(tmp_path, capsys, files, complaint):

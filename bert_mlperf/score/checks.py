@@ -6,7 +6,7 @@ import contextlib
 import logging
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,13 +61,19 @@ def check_compliance(path: Path, ruleset: str = RULESET) -> Verdict:
         finally:
             mlp_compliance.enqueued_configs.clear()
     said = [*checker.overwritable.values(), *checker.not_overwritable]
-    reasons = dict.fromkeys(_in_one_line(message, path) for message in said)
-    warnings = dict.fromkeys(_in_one_line(message, path) for message in checker.warnings.values())
-    return Verdict(bool(passed), tuple(reasons), tuple(warnings))
+    return Verdict(bool(passed), _reasons(said, path), _reasons(checker.warnings.values(), path))
+
+
+def _reasons(messages: Iterable[str], path: Path) -> tuple[str, ...]:
+    """The checker's messages in a line each, without its dumps of state; missing keys in one line together."""
+    lines = dict.fromkeys(_in_one_line(message, path) for message in messages)
+    missing = [line.removesuffix(" is missing") for line in lines if line.endswith(" is missing")]
+    others = [line for line in lines if not line.endswith(" is missing")]
+    return (f"missing: {', '.join(missing)}", *others) if len(missing) > 1 else tuple(lines)
 
 
 def _in_one_line(message: str, path: Path) -> str:
-    """The rule that is broken, without the checker's dump of its state."""
+    """The rule that one message of the checker speaks of."""
     if "initialized_tensors" in message and "failed test: sorted" in message:
         return _tensors(path)
     if found := re.search(r"CHECK for '(\w+)' failed in line (\d+).*?failed test: (.*?)\n", message, re.DOTALL):

@@ -161,14 +161,20 @@ def _throughput(runs: Sequence[Run]) -> float | None:
 
 
 def rank(systems: Sequence[System]) -> list[System]:
-    """The systems, fastest first, those without a score last; sets `rank` within equal division and target."""
-    ordered = sorted(systems, key=lambda system: math.inf if system.score_s is None else system.score_s)
+    """The systems, those of equal division and target together and fastest first; sets `rank` among these.
+
+    Those without a score come last. A system with a resumed run gets no rank.
+    """
+    ordered = sorted(
+        (system for system in systems if system.score_s is not None),
+        key=lambda system: (str(system.contest), system.score_s or 0.0),
+    )
     places: dict[tuple[str, float | None], int] = {}
     for system in ordered:
-        if system.score_s is not None and not any(run.resumed_samples for run in system.converged):
+        if not any(run.resumed_samples for run in system.converged):
             places[system.contest] = places.get(system.contest, 0) + 1
             system.rank = places[system.contest]
-    return ordered
+    return ordered + [system for system in systems if system.score_s is None]
 
 
 @dataclass(frozen=True)

@@ -125,16 +125,15 @@ def _contest(contest: tuple[str, float | None]) -> str:
 
 
 def _compliance_lines(verdicts: dict[Path, Verdict]) -> list[str]:
-    """One line a reason, with the files it holds for."""
-    files: dict[str, list[str]] = {}
+    """One line for the files that break the same rules."""
+    files: dict[tuple[str, ...], list[str]] = {}
     for path, verdict in verdicts.items():
-        for reason in verdict.reasons:
-            files.setdefault(reason, []).append(path.name)
-        for warning in verdict.warnings:
-            files.setdefault(f"(warning) {warning}", []).append(path.name)
+        said = (*verdict.reasons, *(f"(warning) {warning}" for warning in verdict.warnings))
+        if said:
+            files.setdefault(said, []).append(path.name)
     return [
-        f"compliance, {names[0] if len(names) == 1 else f'{len(names)} files ({names[0]} first)'}: {reason}"
-        for reason, names in files.items()
+        f"compliance, {names[0] if len(names) == 1 else f'{len(names)} files ({names[0]} first)'}: {'; '.join(said)}"
+        for said, names in files.items()
     ]
 
 

@@ -271,6 +271,9 @@ def test_the_checkers_reasons_are_short_and_complete(tmp_path):
         "weights_initialization: 382 of BERT-Large's 398 tensors, 16 missing "
         "(bert/encoder/layer_9/attention/self/query/kernel first)",
     )
+    gone = ("eval_samples", "start_warmup_step")
+    (both,) = reasons(lambda lines: [line for line in lines if not any(f'"{key}"' in line for key in gone)])
+    assert both == "missing: eval_samples, start_warmup_step"
     late = [line for line in path.read_text().splitlines(keepends=True) if '"init_stop"' in line]
     count = len(path.read_text().splitlines())
     assert reasons(lambda lines: [*(line for line in lines if line not in late), *late]) == (

@@ -24,8 +24,8 @@ def draw(systems: Sequence[System]) -> Figure:
     drawn = [system for system in systems if any(run.evaluations for run in system.runs)]
     if not drawn:
         raise ValueError("no run has an evaluation to draw; the logs need eval_accuracy events")
-    figure = Figure(figsize=(13, 6.4 + 0.34 * len(drawn)), layout="constrained")
-    grid = figure.add_gridspec(2, 2, height_ratios=(5.2, 0.9 + 0.38 * len(drawn)))
+    figure = Figure(figsize=(13, 6.4 + 0.4 * len(drawn)), layout="constrained")
+    grid = figure.add_gridspec(2, 2, height_ratios=(5.2, 0.9 + 0.44 * len(drawn)))
     by_samples = figure.add_subplot(grid[0, 0])
     by_seconds = figure.add_subplot(grid[0, 1], sharey=by_samples)
     times = figure.add_subplot(grid[1, :])
@@ -50,20 +50,34 @@ def _curves(axes: Axes, systems: Sequence[System], *, against: str) -> None:
         middle = _middle(system)
         for run in system.runs:
             _curve(axes, run, against, colour, bold=run is middle)
-        axes.plot([], [], color=colour, linewidth=2, label=_label(system))
     _targets(axes, systems)
     axes.set_ylabel("masked-LM accuracy, held out" if against == "samples" else "")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     if against == "samples":
-        axes.set_title("accuracy against sequences trained (bold: run of median time)", loc="left")
+        axes.set_title("accuracy against sequences (bold: median run)", loc="left")
+        _horizontal(axes, [run.evaluations[-1].samples for run in _evaluated(systems)], "sequences trained")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
-        axes.set_xlabel("sequences")
-        axes.set_xlim(left=0)
     else:
         axes.set_title("accuracy against time", loc="left")
-        _seconds_axis(axes, systems)
-        axes.legend(loc="best", frameon=False, fontsize=9)
+        _horizontal(axes, [run.evaluations[-1].seconds for run in _evaluated(systems)], "seconds since run_start")
+
+
+def _evaluated(systems: Sequence[System]) -> list[Run]:
+    return [run for system in systems for run in system.runs if run.evaluations]
+
+
+def _horizontal(axes: Axes, ends: Sequence[float | None], label: str) -> None:
+    """From 0, or logarithmic where the shortest curve would be squeezed."""
+    known = [end for end in ends if end]
+    if known and max(known) > 4 * min(known):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.set_xlabel(f"{label} (logarithmic)")
+    else:
+        axes.set_xlim(left=0)
+        axes.set_xlabel(label)
 
 
 def _curve(axes: Axes, run: Run, against: str, colour: str, *, bold: bool) -> None:
@@ -138,18 +152,6 @@ def _zoom(axes: Axes, systems: Sequence[System]) -> None:
     axes.indicate_inset_zoom(inset, edgecolor="#999999")
 
 
-def _seconds_axis(axes: Axes, systems: Sequence[System]) -> None:
-    ends = [run.evaluations[-1].seconds for system in systems for run in system.runs if run.evaluations]
-    if max(ends) > 4 * min(ends) > 0:
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.set_xlabel("seconds since run_start (logarithmic)")
-    else:
-        axes.set_xlim(left=0)
-        axes.set_xlabel("seconds since run_start")
-
-
 def _times(axes: Axes, systems: Sequence[System]) -> None:
     """A bar a system with a dot a run; the bar ends at the olympic mean."""
     longest = max(
@@ -166,11 +168,11 @@ def _times(axes: Axes, systems: Sequence[System]) -> None:
             text += f"   {system.throughput:,.0f} sequences/s"
         edge = max([*times, system.score_s or 0.0])
         axes.annotate(text, (edge, number), xytext=(8, 0), textcoords="offset points", va="center", fontsize=9)
-    axes.set_yticks(range(len(systems)), [system.name for system in systems], fontsize=9)
+    axes.set_yticks(range(len(systems)), [_label(system) for system in systems], fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0, longest * 1.3)
     axes.set_xlabel("seconds from run_start to run_stop: bar the olympic mean, dot a run")
-    axes.set_title("time to train", loc="left")
+    axes.set_title("time to train, in the colours of the curves", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="x", alpha=0.25)
 
@@ -183,12 +185,10 @@ def _middle(system: System) -> Run | None:
 
 def _label(system: System) -> str:
     head = system.head
-    devices = f", {head.accelerators} accelerator{'s'[: head.accelerators > 1]}" if head.accelerators else ""
-    return (
-        f"{head.organization or system.name}{devices}, batch {head.global_batch:,}"
-        if head.global_batch
-        else system.name
-    )
+    parts = [head.organization] if head.organization else []
+    parts += [f"{head.accelerators} accelerator{'s'[: head.accelerators > 1]}"] if head.accelerators else []
+    parts += [f"batch {head.global_batch:,}"] if head.global_batch else []
+    return f"{system.name}\n{', '.join(parts)}".replace("$", r"\$")
 
 
 def _short(value: float) -> str:

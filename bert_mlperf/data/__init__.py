@@ -1,0 +1,1 @@
+"""Real text and MLPerf shards -> what each rank computes."""

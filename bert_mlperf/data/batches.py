@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +37,7 @@ def to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
     """The batch on `device`, by way of pinned memory so that the copy does not hold up the host."""
     if device.type == "cpu":
         return batch
-    tensors = {
+    tensors: dict[str, Any] = {
         field.name: value.pin_memory().to(device, non_blocking=True)
         for field in dataclasses.fields(batch)
         if isinstance(value := getattr(batch, field.name), Tensor)

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from bert_mlperf.data.shard_set import ShardSet
 from bert_mlperf.data.shards import Samples
+from bert_mlperf.data.wire import exchange_samples
 from common.balance import Costs, PolynomialCost, deal_in_order, deal_longest_first, deal_sorted, imbalance, loads
-from common.collectives import all_to_all_ragged
 from common.config import ConfigError
 from common.data import DataError, SampleOrder, Window, on_every_rank
 from common.runtime import Runtime
@@ -149,8 +149,9 @@ def arrived(
 class LengthExchange:
     """Turns the windows that ranks read into what each rank computes, a few steps at a time.
 
-    The first exchange goes over the training group, since nothing can hide it; the later ones over the gloo `background`
-    group, so that they may run in a thread while the accelerators train. All ranks draw deliveries together.
+    The first exchange goes over the training group, since nothing can hide it; the later ones, of the same window on,
+    over a gloo group of their own, so that they may run in a thread while the accelerators train. All ranks draw
+    deliveries together.
     """
 
     def __init__(
@@ -229,7 +230,7 @@ class LengthExchange:
         return True
 
     def _read_window(self) -> tuple[dict[int, int], dict[int, str], NDArray[np.int32]] | None:
-        """Takes the next window this rank read into `_held`; its counts, bad shards, [2, samples] lengths and masked."""
+        """Takes the next window this rank read into `_held`; counts, bad shards, [2, samples] lengths and masked."""
         read = next(self._reads, None)
         if read is None:
             return None
@@ -260,7 +261,7 @@ class LengthExchange:
         return np.concatenate([np.empty(0, dtype=ENTRY), *parts])
 
     def _deliver(self) -> Delivery | None:
-        """Deals and exchanges the next steps; None where some rank stops, or with `_error` set where this one failed."""
+        """Deals and exchanges the next steps; None where some rank stops, or with `_error` where this one failed."""
         steps = min(len(self._pending) // self._plan.global_batch, self._plan.steps_at_once)
         entries = self._pending[: steps * self._plan.global_batch]
         world_size = self._runtime.world_size
@@ -278,7 +279,7 @@ class LengthExchange:
 
         if self._meet(prepare) is None:
             return None
-        received = send(parts, self._group, self._device)
+        received = exchange_samples(parts, self._group, self._device)
         try:
             delivery = self._arrange(entries, dealt[0], received)
         except Exception as error:

@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert_mlperf.data.batches import pack, to_device
-from bert_mlperf.data.exchange import arrived, outgoing, send
+from bert_mlperf.data.exchange import arrived, outgoing
 from bert_mlperf.data.shard_set import ShardSet
 from bert_mlperf.data.shards import Samples
+from bert_mlperf.data.wire import exchange_samples
 from bert_mlperf.model import PackedBatch
 from common.balance import PolynomialCost, deal_freely
 from common.config import ConfigError
@@ -50,7 +51,7 @@ def load_heldout(shards: ShardSet, runtime: Runtime, *, samples: int, batch: int
     lengths = np.concatenate([lengths for _, _, lengths, _ in reports])[chosen]
     masked = np.concatenate([masked for *_, masked in reports])[chosen]
     owner = deal_freely(cost(lengths), world_size)
-    received = send(outgoing(held, reader, slot, owner, rank, world_size), group, runtime.device)
+    received = exchange_samples(outgoing(held, reader, slot, owner, rank, world_size), group, runtime.device)
     owned, ids = arrived(received, reader, owner, rank)
     falling = np.argsort(-owned.lengths, kind="stable")
     batches = [

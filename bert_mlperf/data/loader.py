@@ -1,4 +1,4 @@
-"""Shards -> the batches each rank computes: the same samples in every step whatever the ranks, dealt so nobody waits."""
+"""Shards -> the batches each rank computes: the same samples in every step on any ranks, dealt so nobody waits."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ class Step:
 def sequence_cost(*, layers: int, hidden: int, ffn: int, vocab_size: int, masked_share: float = 0.15) -> PolynomialCost:
     """FLOPs of BERT's forward pass for a sequence, as a function of its tokens (a multiply-add is two FLOPs).
 
-    In each layer a token costs 8 h^2 (query, key, value, output) + 4 h f (feed-forward) and a pair of tokens 4 h (scores,
-    weighted sum); in the head the share of masked tokens costs 2 h^2 + 2 h V. Backward is twice that, so it scales all.
+    In each layer a token costs 8 h^2 (query, key, value, output) + 4 h f (feed-forward) and a pair of tokens 4 h
+    (scores, weighted sum); in the head the share of masked tokens costs 2 h^2 + 2 h V. Backward is twice that: it
+    scales all alike.
     """
     head = round(masked_share * (2 * hidden**2 + 2 * hidden * vocab_size))
     return PolynomialCost(layers * (8 * hidden**2 + 4 * hidden * ffn) + head, layers * 4 * hidden)
@@ -55,9 +56,9 @@ def sequence_cost(*, layers: int, hidden: int, ffn: int, vocab_size: int, masked
 class TrainingLoader(Iterator[Step]):
     """The endless steps of a training run, for this rank. All ranks make it, draw from it and close it together.
 
-    Windows are read one ahead in a thread, samples exchanged some steps ahead in a second one, batches packed and copied
-    to the device two steps ahead in a third. Errors in them are raised by `next`, with the traceback of the rank they
-    came from. A context manager.
+    Windows are read one ahead in a thread, samples exchanged some steps ahead in a second one, batches packed and
+    copied to the device two steps ahead in a third. Errors in them are raised by `next`, with the traceback of the rank
+    they came from. A context manager.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A folder of shards as all ranks agree on it: names, sample counts, and what becomes of a shard that cannot be read."""
+"""A folder of shards as all ranks agree on it: names, sample counts, what becomes of a shard that cannot be read."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ShardSet:
 
         found = {number: result for part in on_every_rank(count, group) for number, result in part.items()}
         shards.report_bad({number: reason for number, reason in found.items() if isinstance(reason, str)})
-        shards.counts = [count if isinstance(count := found[number], int) else 0 for number in range(len(names))]
+        shards.counts = [result if isinstance(result := found[number], int) else 0 for number in range(len(names))]
         if not sum(shards.counts):
             raise DataError(f"{folder}: not one sample in {len(names)} shards; prepare the data again")
         return shards
@@ -93,8 +93,8 @@ class ShardSet:
         longest = int(samples.lengths.max(initial=0))
         if longest > self.max_positions:
             raise DataError(
-                f"{path}: a sequence of {longest} tokens, but the model has max_positions={self.max_positions}; prepare "
-                f"shorter sequences or use a model with at least {longest} positions"
+                f"{path}: a sequence of {longest} tokens, but the model has max_positions={self.max_positions}; "
+                f"prepare shorter sequences or use a model with at least {longest} positions"
             )
         return samples
 

@@ -32,7 +32,8 @@ def make_samples(count: int, seed: int, first: int = 0, longest: int = 128) -> S
     tokens = draw.integers(500, VOCAB, size=lengths.sum()).astype(np.int32)
     starts = np.cumsum(lengths) - lengths
     tokens[starts], tokens[starts + 1] = divmod(np.arange(first, first + count), 500)
-    positions = [np.sort(draw.choice(np.arange(2, n), m, replace=False)) for n, m in zip(lengths, masked_counts)]
+    spans = zip(lengths, masked_counts, strict=True)
+    positions = [np.sort(draw.choice(np.arange(2, n), m, replace=False)) for n, m in spans]
     return Samples(
         tokens=tokens,
         segments=draw.integers(0, 2, size=lengths.sum()).astype(np.uint8),

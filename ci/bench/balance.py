@@ -34,7 +34,7 @@ MODES: tuple[Balance, ...] = ("none", "sorted", "lpt")
 def main() -> int:
     """Prints the tables; the status is 2 where there are no lengths to work on."""
     parser = argparse.ArgumentParser(prog="python -m ci.bench.balance", description=__doc__)
-    parser.add_argument("--shards", type=Path, default=Path("data/bert/train"), metavar="FOLDER")
+    parser.add_argument("--shards", type=Path, default=Path("data/bert/kjv/train"), metavar="FOLDER")
     parser.add_argument("--lengths", type=Path, metavar="FILE")
     parser.add_argument("--steps", type=int, default=64, help="steps dealt (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=4, help="ranks of the exchange (default: %(default)s)")
@@ -91,7 +91,8 @@ def print_dealing(lengths: NDArray[np.int64], steps: int) -> None:
             tokens, cost = imbalance(loads(batches, owner, ranks)), imbalance(loads(costs, owner, ranks))
             bound = (lower_bound(costs, ranks) * ranks / costs.sum(axis=-1)).max()
             print(f"{f'{ranks} x {per_rank}':>16} {mode:>7} {tokens.mean():13.4f} {tokens.max():11.4f} "
-                  f"{cost.mean():11.4f} {cost.max():11.4f} {bound:8.4f} {together * 1e3:10.2f} {alone * 1e3:10.2f}")  # fmt: skip
+                  f"{cost.mean():11.4f} {cost.max():11.4f} {bound:8.4f} "
+                  f"{together * 1e3:10.2f} {alone * 1e3:10.2f}")  # fmt: skip
 
 
 def print_exchange(shards: Path, ranks: int, compute: float) -> None:

@@ -26,7 +26,7 @@ def stream(order: SampleOrder, epochs: int) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("seed", range(8))
 def test_every_sample_comes_once_in_every_epoch(seed):
     draw = np.random.default_rng(seed)
-    counts = draw.integers(0, 9, size=int(draw.integers(1, 12))).tolist() + [1]
+    counts = [*draw.integers(0, 9, size=int(draw.integers(1, 12))).tolist(), 1]
     order = SampleOrder(counts, window=int(draw.integers(1, 6)), seed=seed)
     places = stream(order, epochs=3)
     assert len(set(places)) == len(places) == 3 * sum(counts)
@@ -35,7 +35,7 @@ def test_every_sample_comes_once_in_every_epoch(seed):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_any_position_is_found_again(seed):
-    counts = np.random.default_rng(seed).integers(0, 6, size=7).tolist() + [2]
+    counts = [*np.random.default_rng(seed).integers(0, 6, size=7).tolist(), 2]
     order = SampleOrder(counts, window=3, seed=seed)
     order.lose(2, 1)
     order.lose(5, 2)

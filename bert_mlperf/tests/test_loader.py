@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from bert_mlperf.data.heldout import load_heldout
 from bert_mlperf.data.loader import TrainingLoader, sequence_cost
 from bert_mlperf.data.shard_set import ShardSet
 from bert_mlperf.data.shards import Samples, write_shard
+from bert_mlperf.data.wire import from_bytes, to_bytes
 from common.balance import PolynomialCost
 from common.config import ConfigError
 from common.data import DataError
@@ -204,6 +206,56 @@ def test_packed_batch_has_the_contents_of_its_samples():
     assert batch.next_sentence.tolist() == samples.next_sentence.tolist()
 
 
+def contents(runtime, folder, balance):
+    """The samples of two steps, by name, as tuples of all they hold."""
+    with open_loader(runtime, folder, 36, balance=balance, micro_batches=3) as loader:
+        batches = [batch for step in (next(loader), next(loader)) for batch in step.micro_batches]
+    kept = {}
+    for batch in batches:
+        cuts = batch.cu_seqlens.tolist()
+        for i, name in enumerate(names_of(batch)):
+            span = slice(cuts[i], cuts[i + 1])
+            mine = (batch.masked_index >= cuts[i]) & (batch.masked_index < cuts[i + 1])
+            kept[name] = (
+                batch.input_ids[span].tolist(),
+                batch.segment_ids[span].tolist(),
+                (batch.masked_index[mine] - cuts[i]).tolist(),
+                batch.masked_labels[mine].tolist(),
+                batch.next_sentence[i].item(),
+            )
+    return kept
+
+
+@pytest.mark.parametrize("balance", ["none", "lpt"])
+def test_samples_arrive_whole(ranks, tmp_path, balance):
+    folder = make_folder(tmp_path, [20, 31, 21])
+    arrived = {name: sample for part in ranks.run(4, contents, folder, balance) for name, sample in part.items()}
+    assert sorted(arrived) == list(range(72))
+    for number, count in enumerate([20, 31, 21]):
+        first = sum([20, 31, 21][:number])
+        written = make_samples(count, number, first)
+        for i in range(count):
+            one = written.take([i])
+            assert arrived[first + i] == (
+                one.tokens.tolist(),
+                one.segments.tolist(),
+                one.masked_positions.tolist(),
+                one.masked_ids.tolist(),
+                int(one.next_sentence[0]),
+            )
+
+
+def test_bytes_give_the_samples_back():
+    for samples in (make_samples(7, 1), make_samples(0, 0)):
+        raw = to_bytes(samples)
+        assert len(raw) % 4 == 0
+        back = from_bytes(raw)
+        for field in dataclasses.fields(Samples):
+            written, read = getattr(samples, field.name), getattr(back, field.name)
+            assert written.dtype == read.dtype
+            np.testing.assert_array_equal(written, read)
+
+
 def test_cost_is_the_flops_of_the_forward_pass():
     cost = sequence_cost(layers=2, hidden=8, ffn=32, vocab_size=100)
     per_token = 2 * (2 * 4 * 8 * 8 + 2 * 2 * 8 * 32) + round(0.15 * (2 * 8 * 8 + 2 * 8 * 100))
@@ -238,6 +290,23 @@ def test_every_held_out_sample_is_on_one_rank(ranks, folder, world_size, samples
     if wanted > 100:
         costs = [sum(COST(np.array(part)).sum() for *_, part in batches) for batches, *_ in results]
         assert max(costs) / np.mean(costs) < 1.02
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_bad_held_out_shard_is_replaced_by_the_next(ranks, tmp_path, world_size):
+    folder = make_folder(tmp_path, [10, 12, 10, 10])
+    corrupt_later(folder / "part_001.hdf5")
+    results = ranks.run(world_size, held_out, folder, 25, 4, "skip")
+    names = sorted(name for batches, *_ in results for part, *_ in batches for name in part)
+    assert names == [*range(10), *range(22, 37)]
+    for text in ranks.run(world_size, refused_held_out, folder):
+        assert "part_001.hdf5" in text and "on_bad_shard=skip" in text
+
+
+def refused_held_out(runtime, folder):
+    with pytest.raises(DataError) as caught:
+        held_out(runtime, folder, 25, 4)
+    return str(caught.value)
 
 
 # ---- what goes wrong ----

@@ -74,7 +74,7 @@ class _DropoutAdd(torch.autograd.Function):
         return torch.addcmul(residual, x, keep, value=scale)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (keep,) = ctx.saved_tensors
         return (grad * keep).mul_(ctx.scale), grad, None, None
 

@@ -18,9 +18,12 @@ from bert_mlperf.data.loader import TrainingLoader, sequence_cost
 from bert_mlperf.data.shard_set import ShardSet
 from bert_mlperf.data.shards import Samples, write_shard
 from bert_mlperf.data.wire import from_bytes, to_bytes
+from bert_mlperf.model import BertConfig, BertForPreTraining
 from common.balance import PolynomialCost
+from common.collectives import all_reduce
 from common.config import ConfigError
 from common.data import DataError
+from common.dropout import DropoutKey
 
 VOCAB = 1000
 COST = PolynomialCost(600, 1)
@@ -260,6 +263,38 @@ def test_cost_is_the_flops_of_the_forward_pass():
     cost = sequence_cost(layers=2, hidden=8, ffn=32, vocab_size=100)
     per_token = 2 * (2 * 4 * 8 * 8 + 2 * 2 * 8 * 32) + round(0.15 * (2 * 8 * 8 + 2 * 8 * 100))
     assert cost(np.array([10]))[0] == per_token * 10 + 2 * (2 * 2 * 8) * 10**2
+
+
+def loss_curve(runtime, folder, balance, micro_batches, rate=0.5):
+    """Losses of four steps of plain gradient descent on a small BERT with dropout, in double precision."""
+    model = BertForPreTraining(BertConfig(layers=2, hidden=16, heads=2, ffn=32, vocab_size=VOCAB, max_positions=128))
+    model.initialize(0)
+    model.double()
+    losses = []
+    with open_loader(runtime, folder, 16, balance=balance, micro_batches=micro_batches) as loader:
+        for number in range(4):
+            step = next(loader)
+            total = torch.zeros((), dtype=torch.float64)
+            for batch in step.micro_batches:
+                output = model(batch, DropoutKey(1, number))
+                loss = output.mlm_loss_sum / step.masked + output.nsp_loss_sum / step.samples
+                loss.backward()
+                total += loss.detach()
+            losses.append(all_reduce(total, runtime.group()).item())
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= rate * all_reduce(parameter.grad, runtime.group())
+                    parameter.grad = None
+    return losses
+
+
+@pytest.mark.parametrize("world_size, balance, micro_batches", [(2, "none", 1), (2, "lpt", 2), (4, "lpt", 1)])
+def test_the_loss_curve_is_the_same_whoever_computes_what(ranks, folder, world_size, balance, micro_batches):
+    alone = ranks.run(1, loss_curve, folder, "none", 1)[0]
+    untrained = ranks.run(1, loss_curve, folder, "none", 1, 0.0)[0]
+    assert all(abs(a - b) > 1e-3 for a, b in zip(alone[1:], untrained[1:], strict=True))  # the updates do count
+    for losses in ranks.run(world_size, loss_curve, folder, balance, micro_batches):
+        np.testing.assert_allclose(losses, alone, rtol=1e-10)
 
 
 # ---- evaluation ----

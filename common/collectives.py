@@ -76,11 +76,16 @@ def all_to_all_ragged(parts: Sequence[Tensor], group: dist.ProcessGroup) -> list
     return list(received.split(counts))
 
 
-def reduce_scatter_flat(flat: Tensor, group: dist.ProcessGroup, shard: Tensor) -> Pending:
+def reduce_scatter_flat(
+    flat: Tensor, group: dist.ProcessGroup, shard: Tensor, scratch: Tensor | None = None
+) -> Pending:
     """Begins to sum `flat`, [ranks * n], over the group and to put this rank's part into `shard`, [n].
 
-    NCCL has it natively. Gloo carries it out as an all-reduce of everything; here each rank instead sends every other
-    rank its part and adds what it receives, which moves half as much.
+    NCCL has it natively. Gloo carries it out as an all-reduce of everything and more (100 MB on 2 ranks: 147 ms against
+    77 ms); there each rank instead sends every other rank its part and adds what it receives, in rank order.
+    scratch: at least as large as `flat`, room for what is received; made anew where None.
+
+    Raises ValueError where the ranks do not divide `flat` into such shards.
     """
     if flat.numel() != shard.numel() * dist.get_world_size(group):
         raise ValueError(f"{flat.numel()} elements do not scatter into shards of {shard.numel()}; pad them")
@@ -88,31 +93,57 @@ def reduce_scatter_flat(flat: Tensor, group: dist.ProcessGroup, shard: Tensor) -
         work = dist.reduce_scatter_tensor(shard, flat, group=group, async_op=True)
         assert work is not None
         return work
-    return _ReduceScatterByExchange(flat, group, shard)
+    parts = torch.empty_like(flat) if scratch is None else scratch[: flat.numel()]
+    return _ReduceScatterByExchange(flat, group, shard, parts)
 
 
 class _ReduceScatterByExchange:
-    """All-to-all, then a sum of the parts in rank order (the same order everywhere, so results are reproducible)."""
-
-    def __init__(self, flat: Tensor, group: dist.ProcessGroup, shard: Tensor) -> None:
-        self._parts = torch.empty_like(flat)
-        self._shard = shard
+    def __init__(self, flat: Tensor, group: dist.ProcessGroup, shard: Tensor, parts: Tensor) -> None:
+        self._shard, self._parts = shard, parts
         self._flat = flat  # kept alive until the exchange is over
-        self._work = dist.all_to_all_single(self._parts, flat, group=group, async_op=True)
+        self._work = dist.all_to_all_single(parts, flat, group=group, async_op=True)
 
     def wait(self) -> None:
         assert self._work is not None
         self._work.wait()
-        torch.sum(self._parts.view(-1, self._shard.numel()), dim=0, out=self._shard)
+        first, *others = self._parts.chunk(self._parts.numel() // self._shard.numel())
+        if not others:
+            self._shard.copy_(first)
+            return
+        torch.add(first, others[0], out=self._shard)
+        for part in others[1:]:
+            self._shard.add_(part)
 
 
 def all_gather_flat(flat: Tensor, group: dist.ProcessGroup, shard: Tensor) -> Pending:
-    """Begins to fill `flat`, [ranks * n], with the `shard`, [n], of every rank. `shard` may be a view of `flat`."""
-    if flat.numel() != shard.numel() * dist.get_world_size(group):
+    """Begins to fill `flat`, [ranks * n], with the `shard`, [n], of every rank; `shard` is this rank's part of `flat`.
+
+    On a host it is a broadcast of every part, which lands in place; gloo's own all-gather copies (100 MB on 2 ranks:
+    118 ms against 27 ms).
+
+    Raises ValueError where the shards do not make up `flat`.
+    """
+    ranks = dist.get_world_size(group)
+    if flat.numel() != shard.numel() * ranks:
         raise ValueError(f"shards of {shard.numel()} do not gather into {flat.numel()} elements; pad them")
-    work = dist.all_gather_into_tensor(flat, shard, group=group, async_op=True)
-    assert work is not None
-    return work
+    if flat.device.type != "cpu":
+        work = dist.all_gather_into_tensor(flat, shard, group=group, async_op=True)
+        assert work is not None
+        return work
+    works = [
+        dist.broadcast(part, src=dist.get_global_rank(group, rank), group=group, async_op=True)
+        for rank, part in enumerate(flat.chunk(ranks))
+    ]
+    return _All([work for work in works if work is not None])
+
+
+class _All:
+    def __init__(self, works: Sequence[Pending]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 class _AllGather(torch.autograd.Function):
@@ -122,7 +153,7 @@ class _AllGather(torch.autograd.Function):
         return _gather(tensor, group, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _scatter_sum(grad, ctx.group, ctx.dim), None, None
 
 
@@ -133,7 +164,7 @@ class _ReduceScatter(torch.autograd.Function):
         return _scatter_sum(tensor, group, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _gather(grad, ctx.group, ctx.dim), None, None
 
 
@@ -143,7 +174,7 @@ class _AllReduce(torch.autograd.Function):
         return all_reduce(tensor.clone(), group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -154,7 +185,7 @@ class _Copy(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_reduce(grad.clone(), ctx.group), None
 
 
@@ -165,7 +196,7 @@ class _AllToAll(torch.autograd.Function):
         return _exchange(tensor, group, split_dim, gather_dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _exchange(grad, ctx.group, ctx.gather_dim, ctx.split_dim), None, None, None
 
 

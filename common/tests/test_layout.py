@@ -30,7 +30,7 @@ def test_every_rank_is_in_one_group_of_every_axis_and_coordinates_invert(layout)
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, True, "2"])
 def test_a_size_that_is_no_positive_integer_is_refused(size):
-    with pytest.raises(ConfigError, match="layout.tp=.*positive integer"):
+    with pytest.raises(ConfigError, match=r"layout\.tp=.*positive integer"):
         ParallelLayout(tp=size)
 
 

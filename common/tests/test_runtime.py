@@ -58,7 +58,7 @@ def test_the_pool_shows_the_failing_ranks_own_traceback_and_recovers(ranks):
     start = time.monotonic()
     with pytest.raises(RankFailure, match=r"rank 2 of 3(.|\n)*in _fail(.|\n)*the reason of the failure"):
         ranks.run(3, _fail, 2)
-    with pytest.raises(RankFailure, match="rank 1 of 2(.|\n)*exit code 7"):
+    with pytest.raises(RankFailure, match=r"rank 1 of 2(.|\n)*exit code 7"):
         ranks.run(2, _die)
     assert time.monotonic() - start < 30
     assert ranks.run(3, _rank) == [0, 1, 2]

@@ -45,12 +45,12 @@ class ShardedOptimizer:
         accumulating they stay, since accumulation does not communicate), 3 and parameters (torch's `fully_shard`).
     bucket_mb: MiB of a bucket. clip_norm: the global gradient norm is cut to this before the update; None leaves it.
     exclude: (name, parameter) -> not decayed nor adapted. reduction: gradients are summed over ranks (the loss is
-        divided by global counts) or averaged. units: level 3 only, modules whose parameters are gathered together; None takes
-        the entries of the model's ModuleLists.
+        divided by global counts) or averaged. units: level 3 only, modules whose parameters are gathered together; None
+        takes the entries of the model's ModuleLists.
 
     Made by all ranks together; parameters take the values of the first. Frozen parameters stay out; a parameter without
-    a gradient in a step counts as one with gradient zero (at level 3 it has to be without one on all ranks: `fully_shard`
-    reduces what each rank has). The order of sums is fixed, so a run repeats bit by bit.
+    a gradient in a step counts as one with gradient zero (at level 3 it has to be without one on all ranks, since
+    `fully_shard` reduces what each rank has). The order of sums is fixed, so a run repeats bit by bit.
 
     Raises ValueError for a level, size or reduction that is not known, or where nothing is to be trained.
     """

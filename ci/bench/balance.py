@@ -98,7 +98,9 @@ def print_dealing(lengths: NDArray[np.int64], steps: int) -> None:
 def print_exchange(shards: Path, ranks: int, compute: float) -> None:
     """What training waits for data, with the exchange ahead in threads and at the time it is needed."""
     pool = RankPool(ranks)
-    print(f"\n{ranks} ranks x 16 samples, {compute} s of accelerator time a step (the host sleeps), 40 steps")
+    print(
+        f"\n{ranks} ranks x {BATCHES[0][1]} samples, {compute} s of accelerator time a step (the host sleeps), 40 steps"
+    )
     print(f"{'exchange':>14} {'first step, s':>14} {'waited, s':>10} {'longest wait, s':>16} {'share of steps':>15}")
     try:
         for name, prefetch in (("when needed", False), ("ahead", True)):
@@ -114,7 +116,7 @@ def print_exchange(shards: Path, ranks: int, compute: float) -> None:
 def exchange_waits(runtime: Runtime, folder: Path, compute: float, prefetch: bool, steps: int = 40) -> list[float]:
     """Seconds that this rank waited for each step."""
     shards = ShardSet.open(folder, runtime, vocab_size=VOCAB, max_positions=POSITIONS)
-    plan = StepPlan(16 * runtime.world_size, BERT_LARGE, steps_at_once=8)
+    plan = StepPlan(BATCHES[0][1] * runtime.world_size, BERT_LARGE, steps_at_once=8)
     waits = []
     with TrainingLoader(shards, runtime, plan, window_shards=4, prefetch=prefetch) as loader:
         for _ in range(steps):

@@ -1,8 +1,8 @@
 """MLPerf BERT shards (HDF5), read as they are and written in the official variable-length form.
 
 Official forms (MLPerf Training, BERT data preparation): six datasets, `input_ids`, `input_mask`, `segment_ids`,
-`masked_lm_positions`, `masked_lm_ids`, `next_sentence_labels`; fixed length: one row of 512 (76 for the masked ones) per
-sample, padded with 0; variable length: one array per sample without padding, and no `input_mask`.
+`masked_lm_positions`, `masked_lm_ids`, `next_sentence_labels`; fixed length: one row of 512 (76 for the masked ones) for
+each sample, padded with 0; variable length: one array per sample without padding, and no `input_mask`.
 """
 
 from __future__ import annotations
@@ -237,7 +237,9 @@ def _check(samples: Samples, path: Path, vocab_size: int) -> None:
     ones = np.ones(len(samples), dtype=np.int32)
     refuse("has a length of", samples.lengths, ones, samples.lengths < 1)
     if len(samples.segments) != len(samples.tokens):
-        raise ShardError(f"{path}: {len(samples.tokens)} tokens but {len(samples.segments)} segment ids; prepare it again")
+        raise ShardError(
+            f"{path}: {len(samples.tokens)} tokens but {len(samples.segments)} segment ids; prepare it again"
+        )
     for name, values, counts in (
         ("token id", samples.tokens, samples.lengths),
         ("masked id", samples.masked_ids, samples.masked_counts),

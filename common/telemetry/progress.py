@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -116,3 +117,25 @@ def _numbers(record: Mapping[str, Any]) -> list[str]:
     if record.get("mfu") is not None:
         parts.append(f"MFU {100 * record['mfu']:.1f} %")
     return parts
+
+
+@contextlib.contextmanager
+def steps_shown(title: str, total: int, done: int = 0, every_s: float = 10.0) -> Iterator[Callable[[], None]]:
+    """Progress of work in `total` equal parts, `done` of which are; call what it gives after each further part.
+
+    A bar on a terminal, elsewhere a line at least `every_s` seconds after the last one, and one at the end.
+    """
+    count, printed = done, time.monotonic()
+    columns = (TextColumn("[bold]{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), disable=not sys.stdout.isatty(), expand=True) as bar:
+        task = bar.add_task(title, total=total, completed=done)
+
+        def advance() -> None:
+            nonlocal count, printed
+            count += 1
+            bar.update(task, completed=count)
+            if bar.disable and (count == total or time.monotonic() - printed >= every_s):
+                printed = time.monotonic()
+                print(f"{title}  {count:,}/{total:,}", flush=True)
+
+        yield advance

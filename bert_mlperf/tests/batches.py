@@ -1,4 +1,4 @@
-"""Packed batches of made-up word pieces for tests of the model, and the same ones padded for transformers."""
+"""Models of random weights and batches of made-up word pieces, packed for ours and padded for transformers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bert_mlperf.model import BertConfig, PackedBatch
+from bert_mlperf.model import BertConfig, BertForPreTraining, PackedBatch
+
+
+def random_model(config: BertConfig, dtype: torch.dtype = torch.float32, seed: int = 3) -> BertForPreTraining:
+    """A model whose every parameter is random: with biases of 0 and norms of 1, mistakes in them would not show."""
+    model = BertForPreTraining(config).to(dtype)
+    model.initialize(seed)
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=draw, dtype=dtype)
+    return model
 
 
 def packed_batch(

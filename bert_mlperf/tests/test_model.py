@@ -17,25 +17,17 @@ from transformers import BertConfig as PeerConfig
 from transformers import BertForPreTraining as Peer
 
 from bert_mlperf.model import BertConfig, BertForPreTraining, DropoutKey, Output, PackedBatch, flops_per_step
-from bert_mlperf.tests.batches import packed_batch, padded
+from bert_mlperf.model.attention import ragged_attention
+from bert_mlperf.tests.batches import packed_batch, padded, random_model
 from bert_mlperf.weights.names import from_foreign, to_foreign
 from common.config import ConfigError
+from common.dropout import keep_values, row_seeds, token_keys
+from common.recompute import SavedBytes
 
 TINY = BertConfig(layers=3, hidden=48, heads=4, ffn=80, vocab_size=211, max_positions=40)
 SMALL = BertConfig(layers=2, hidden=128, heads=2, ffn=512, vocab_size=1009, max_positions=128)
 LENGTHS = {TINY: (17, 1, 40, 5, 8, 31), SMALL: (128, 3, 77, 64)}
 KEY = DropoutKey(seed=5, step=9)
-
-
-def make(config: BertConfig, dtype: torch.dtype = torch.float32, seed: int = 3) -> BertForPreTraining:
-    """A model whose every parameter is random: with biases of 0 and norms of 1, mistakes in them would not show."""
-    model = BertForPreTraining(config).to(dtype)
-    model.initialize(seed)
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=draw, dtype=dtype)
-    return model
 
 
 def make_peer(model: BertForPreTraining, dtype: torch.dtype) -> Peer:
@@ -85,7 +77,7 @@ def close(a: Tensor, b: Tensor, tolerance: float) -> None:
 @pytest.mark.parametrize("shape", [TINY, SMALL], ids=["3x48", "2x128"])
 def test_equals_transformers(shape: BertConfig, dtype: torch.dtype, tolerance: float) -> None:
     config = dataclasses.replace(shape, dropout=0.0, attention_dropout=0.0)
-    model = make(config, dtype)
+    model = random_model(config, dtype)
     peer = make_peer(model, dtype)
     batch = packed_batch(config, LENGTHS[shape])
     expected = peer(**padded(batch, config.max_positions))
@@ -119,7 +111,7 @@ def test_equals_transformers(shape: BertConfig, dtype: torch.dtype, tolerance: f
 
 def test_learns_what_is_right() -> None:
     """Correct counts are of the labels: a model made to predict one word piece gets exactly its occurrences right."""
-    model = make(TINY).eval()
+    model = random_model(TINY).eval()
     batch = packed_batch(TINY, (40, 33, 20))
     batch.masked_labels[::2] = 7
     with torch.no_grad():
@@ -131,7 +123,7 @@ def test_learns_what_is_right() -> None:
 def test_batching_does_not_matter(p: float, attention_p: float) -> None:
     """Gradients, dropout included, are those of the samples, however they are cut into micro-batches and ordered."""
     config = dataclasses.replace(TINY, dropout=p, attention_dropout=attention_p)
-    model = make(config, torch.float64)
+    model = random_model(config, torch.float64)
     lengths, ids = [9, 40, 1, 23, 16], [1000, 7, 12, 2**33 + 5, 8]
     whole = gradients(model, packed_batch(config, lengths, sample_ids=ids), key=KEY)
     again = [3, 0, 4, 2, 1]
@@ -151,7 +143,7 @@ def test_batching_does_not_matter(p: float, attention_p: float) -> None:
 def test_gradients_are_those_of_the_loss(p: float) -> None:
     """Against finite differences in float64, along a random direction through all parameters."""
     config = dataclasses.replace(TINY, dropout=p, attention_dropout=p)
-    model = make(config, torch.float64)
+    model = random_model(config, torch.float64)
     batch = packed_batch(config, (11, 40, 6))
     grads = gradients(model, batch, key=KEY)
     draw = torch.Generator().manual_seed(0)
@@ -191,7 +183,7 @@ def test_no_tensor_is_padded(p: float) -> None:
     """No operation of a training step makes samples x longest of anything; the vocabulary meets masked places alone."""
     config = dataclasses.replace(SMALL, dropout=p, attention_dropout=p)
     lengths = (113, 5, 9, 7, 51)
-    model, batch = make(config), packed_batch(config, lengths)
+    model, batch = random_model(config), packed_batch(config, lengths)
     with Shapes() as shapes:
         total(model(batch, KEY), batch).backward()
     assert (sum(lengths), config.hidden) in shapes.seen
@@ -202,17 +194,17 @@ def test_no_tensor_is_padded(p: float) -> None:
 
 
 def test_evaluation_needs_no_key_and_drops_nothing() -> None:
-    model = make(TINY)
+    model = random_model(TINY)
     batch = packed_batch(TINY, (12, 40))
     with pytest.raises(ValueError, match="DropoutKey"):
         model(batch)
     model.eval()
-    plain = make(dataclasses.replace(TINY, dropout=0.0, attention_dropout=0.0))
+    plain = random_model(dataclasses.replace(TINY, dropout=0.0, attention_dropout=0.0))
     assert torch.equal(model(batch).mlm_loss_sum, plain(batch).mlm_loss_sum)
 
 
 def test_a_batch_without_masked_places() -> None:
-    model = make(TINY)
+    model = random_model(TINY)
     batch = packed_batch(TINY, (12, 40))
     batch = dataclasses.replace(batch, masked_index=batch.masked_index[:0], masked_labels=batch.masked_labels[:0])
     output = model(batch, KEY)
@@ -223,8 +215,8 @@ def test_a_batch_without_masked_places() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype) -> None:
-    wide = make(TINY)
-    narrow = make(TINY).to(dtype)
+    wide = random_model(TINY)
+    narrow = random_model(TINY).to(dtype)
     batch = packed_batch(TINY, (12, 40, 7))
     expected, got = total(wide(batch, KEY), batch), total(narrow(batch, KEY), batch)
     assert got.dtype == torch.float32
@@ -253,7 +245,7 @@ def test_start_values_are_a_function_of_seed_and_name() -> None:
 
 def test_flops_are_those_counted() -> None:
     config = dataclasses.replace(SMALL, dropout=0.0, attention_dropout=0.0)
-    model, batch = make(config), packed_batch(config, LENGTHS[SMALL])
+    model, batch = random_model(config), packed_batch(config, LENGTHS[SMALL])
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         total(model(batch), batch).backward()
     useful = flops_per_step(config, batch.lengths, len(batch.masked_index))
@@ -273,3 +265,53 @@ def test_flops_are_those_counted() -> None:
 def test_bad_shape(change: dict[str, float], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         BertForPreTraining(dataclasses.replace(TINY, **change))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recompute_changes_nothing_but_memory(recompute: str, offload: bool, p: float) -> None:
+    plain = dataclasses.replace(SMALL, dropout=p, attention_dropout=p)
+    config = dataclasses.replace(plain, recompute=recompute, offload=offload)
+    batch = packed_batch(plain, (113, 5, 77))
+    expected = gradients(random_model(plain, torch.float64), batch, key=KEY)
+    ours = gradients(random_model(config, torch.float64), batch, key=KEY)
+    for name, grad in expected.items():
+        assert torch.equal(ours[name], grad), name
+
+
+def test_memory_that_recompute_saves() -> None:
+    """Selective recompute drops the attention weights, full recompute all but each layer's input."""
+    lengths = (113, 128, 77)
+    kept = {}
+    for recompute in ("none", "selective", "full"):
+        config = dataclasses.replace(SMALL, recompute=recompute)
+        model = random_model(config)
+        with SavedBytes(model.parameters()) as saved:
+            model(packed_batch(config, lengths), KEY)
+        kept[recompute] = saved.bytes
+    weights = 4 * SMALL.layers * SMALL.heads * sum(n * n for n in lengths)
+    assert kept["none"] - kept["selective"] >= 0.99 * weights
+    assert kept["full"] < 0.5 * kept["selective"]
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_attention_equals_the_plain_formula(p: float) -> None:
+    lengths, heads, d = (5, 1, 9), 3, 4
+    draw = torch.Generator().manual_seed(0)
+    qkv = torch.randn(15, 3, heads, d, dtype=torch.float64, generator=draw).requires_grad_()
+    keys = token_keys(KEY, torch.arange(15), torch.arange(15))
+    seeds = row_seeds(keys, 1, heads)
+    out = ragged_attention(qkv, lengths, torch.tensor([0, 5, 6, 15]).int(), keys, 1, p)
+    plain, start = [], 0
+    for n in lengths:
+        q, k, v = qkv[start : start + n].permute(1, 2, 0, 3)
+        keep = keep_values(seeds[:, start : start + n], n, p).double() if p else 1.0
+        plain.append(((torch.softmax(q @ k.mT / d**0.5, dim=-1) * keep / (1 - p)) @ v).transpose(0, 1))
+        start += n
+    expected = torch.cat(plain)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    grad = torch.randn(out.shape, dtype=torch.float64, generator=draw)
+    ours = torch.autograd.grad(out, qkv, grad, retain_graph=True)[0]
+    torch.testing.assert_close(ours, torch.autograd.grad(expected, qkv, grad)[0], rtol=1e-12, atol=1e-12)
+    assert torch.equal(torch.autograd.grad(out, qkv, grad)[0], ours)  # a second backward sees what the first one saw

@@ -1,173 +1,354 @@
-"""Weights in and out: bit-exact round trips, transformers reads what we write, and bad files are named."""
+"""Weights in and out: bit-exact round trips, files that TensorFlow and transformers wrote, and what is refused."""
+
+from __future__ import annotations
 
 import dataclasses
 import json
-import sys
+import logging
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import BertConfig as PeerConfig
+from transformers import BertForPreTraining as Peer
+from transformers import BertModel as PeerEncoder
 
-from bert_mlperf.mlperf_log import tensor_names
+from bert_mlperf.config import BertTrainConfig, DataConfig, WeightsConfig
+from bert_mlperf.data.shards import Samples, write_shard
+from bert_mlperf.mlperf_rules import tensor_names
 from bert_mlperf.model import BertConfig, BertForPreTraining
-from bert_mlperf.weights import WeightsError, export_huggingface, import_huggingface, import_tf1, start_weights
-from bert_mlperf.weights.names import parts, shapes_of, take_apart
+from bert_mlperf.tests.batches import packed_batch, random_model
+from bert_mlperf.weights import (
+    WeightsError,
+    load_huggingface,
+    load_start_weights,
+    load_tf1,
+    log_frequencies,
+    save_huggingface,
+    save_tf1,
+)
+from bert_mlperf.weights import tensor_bundle as bundle_module
+from bert_mlperf.weights.names import pieces
+from bert_mlperf.weights.tensor_bundle import TensorBundle, write_bundle
 
-sys.path.append(str(Path(__file__).parent))
-from bert_samples import TINY, make_batch, make_model
-from tf1_writer import write_tf1
+TINY = BertConfig(layers=2, hidden=8, heads=2, ffn=16, vocab_size=40, max_positions=12)
+WRITTEN_BY_TENSORFLOW = Path(__file__).parent / "data" / "tf1" / "model.ckpt-28252"
+"""Saved by tf.compat.v1.train.Saver of TensorFlow 2.21: variables of TINY, Adam's two of each, and global_step.
+
+Element i of tensor k (in the order of `tensor_names`) is k + i / 1024.
+"""
 
 
-@pytest.fixture
-def weights():
-    return {name: p.detach() for name, p in make_model(dtype=torch.float32).named_parameters()}
-
-
-def equal(a, b):
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert a.keys() == b.keys()
-    assert all(torch.equal(a[name], b[name]) for name in a)
-    return True
+    for name, tensor in a.items():
+        assert tensor.dtype == b[name].dtype and torch.equal(tensor, b[name]), name
 
 
-def test_the_table_of_names_is_that_of_the_mlperf_log():
-    assert sorted(part.tf1 for part in parts(24)) == sorted(tensor_names(24))
-    assert len(list(parts(24))) == 398
-    assert {part.ours for part in parts(2)} == set(shapes_of(TINY))
+def peer_config(config: BertConfig, layers: int | None = None) -> PeerConfig:
+    return PeerConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden,
+        num_hidden_layers=layers or config.layers,
+        num_attention_heads=config.heads,
+        intermediate_size=config.ffn,
+        max_position_embeddings=config.max_positions,
+    )
 
 
-def test_huggingface_round_trip_is_bit_exact(tmp_path, weights):
-    export_huggingface(tmp_path / "model", weights, TINY)
-    assert equal(import_huggingface(tmp_path / "model", TINY), weights)
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+def refused(path: Path, config: BertConfig = TINY, load=load_huggingface) -> str:
+    with pytest.raises(WeightsError) as caught:
+        load(path, BertForPreTraining(config))
+    return str(caught.value)
 
 
-def test_transformers_reads_our_export_and_we_read_theirs(tmp_path, weights):
-    transformers = pytest.importorskip("transformers")
-    export_huggingface(tmp_path / "ours", weights, TINY)
-    theirs = transformers.BertForPreTraining.from_pretrained(tmp_path / "ours").eval()
-    batch = make_batch(TINY, [11])
-    model = make_model(dtype=torch.float32).eval()
-    expected = theirs(batch.input_ids[None], token_type_ids=batch.segment_ids[None]).prediction_logits[0]
+def test_the_table_of_names_is_that_of_the_mlperf_log() -> None:
+    assert sorted(piece.tf1 for piece in pieces(24)) == sorted(tensor_names(24))
+    assert len(pieces(24)) == 398
+    assert {piece.ours for piece in pieces(2)} == {name for name, _ in BertForPreTraining(TINY).named_parameters()}
+
+
+# --- TF1 ---
+
+
+def test_reads_what_tensorflow_wrote() -> None:
+    state, found = load_tf1(WRITTEN_BY_TENSORFLOW, BertForPreTraining(TINY))
+    assert not found.started and not found.ignored and len(found.loaded) == 14 + 16 * 2
+    names = tensor_names(2)
+
+    def value(name: str, i: int) -> float:
+        return names.index(name) + i / 1024
+
+    query, key, _ = state["layers.1.attention.qkv.weight"].chunk(3)
+    # Kernels lie there as [in, out]: element [out, in] of ours is number in * 8 + out of theirs.
+    assert query[3, 5] == value("bert/encoder/layer_1/attention/self/query/kernel", 5 * 8 + 3)
+    assert key[7, 0] == value("bert/encoder/layer_1/attention/self/key/kernel", 7)
+    assert state["layers.0.feed_forward.inner.weight"][11, 2] == value(
+        "bert/encoder/layer_0/intermediate/dense/kernel", 2 * 16 + 11
+    )
+    assert state["embeddings.word.weight"][30, 4] == value("bert/embeddings/word_embeddings", 30 * 8 + 4)
+    assert state["next_sentence.weight"][1, 6] == value("cls/seq_relationship/output_weights", 8 + 6)
+    assert state["prediction.bias"][39] == value("cls/predictions/output_bias", 39)
+    BertForPreTraining(TINY).load_state_dict(state)
+
+
+def test_tf1_round_trip_is_bit_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundle_module, "_BLOCK_BYTES", 300)  # many blocks in the index
+    config = dataclasses.replace(TINY, layers=5)
+    state = random_model(config).state_dict()
+    save_tf1(tmp_path / "deep" / "model.ckpt-1", state, config)
+    loaded, _ = load_tf1(tmp_path / "deep" / "model.ckpt-1", BertForPreTraining(config))
+    same(loaded, dict(state))
+    assert sorted(path.name for path in (tmp_path / "deep").iterdir()) == [
+        "model.ckpt-1.data-00000-of-00001",
+        "model.ckpt-1.index",
+    ]
+
+
+def test_every_type_and_shape_of_a_bundle_comes_back(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    tensors: dict[str, Tensor] = {
+        f"{dtype}".removeprefix("torch."): (torch.randn(3, 4, generator=draw) * 50).to(dtype)
+        for dtype in bundle_module._TYPE_NUMBERS
+    }
+    tensors |= {"empty": torch.empty(0, 7), "scalar": torch.tensor(3.5), "a/long/" + "x" * 300: torch.ones(2)}
+    write_bundle(tmp_path / "all", tensors.items())
+    bundle = TensorBundle(tmp_path / "all")
+    same({name: bundle.read(name) for name in bundle.entries}, tensors)
+
+
+def copy_checkpoint(folder: Path) -> Path:
+    for path in WRITTEN_BY_TENSORFLOW.parent.iterdir():
+        shutil.copy(path, folder)
+    return folder / WRITTEN_BY_TENSORFLOW.name
+
+
+def test_a_flipped_byte_is_found_and_named(tmp_path: Path) -> None:
+    prefix = copy_checkpoint(tmp_path)
+    data, index = Path(f"{prefix}.data-00000-of-00001"), Path(f"{prefix}.index")
+    entry = TensorBundle(prefix).entries["bert/encoder/layer_1/output/dense/kernel"]
+    raw = bytearray(data.read_bytes())
+    raw[entry.offset + 77] ^= 4
+    data.write_bytes(raw)
+    text = refused(prefix, load=load_tf1)
+    assert "bert/encoder/layer_1/output/dense/kernel" in text and str(data) in text and "checksum" in text
+    raw[entry.offset + 77] ^= 4
+    data.write_bytes(raw)
+    whole = index.read_bytes()
+    for place in [*range(0, len(whole) - 200, 7), *range(len(whole) - 200, len(whole))]:
+        index.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
+        try:
+            TensorBundle(prefix)
+        except WeightsError as error:
+            assert str(index) in str(error)
+        else:  # the footer is padded
+            assert len(whole) - 48 < place < len(whole) - 8, place
+
+
+@pytest.mark.parametrize("keep", [0, 10, 47, 2000, -1])
+def test_a_file_cut_short_is_named(tmp_path: Path, keep: int) -> None:
+    prefix = copy_checkpoint(tmp_path)
+    for path in (Path(f"{prefix}.index"), Path(f"{prefix}.data-00000-of-00001")):
+        whole = path.read_bytes()
+        path.write_bytes(whole[:keep])
+        assert str(path) in refused(prefix, load=load_tf1)
+        path.write_bytes(whole)
+
+
+def test_a_checkpoint_without_its_files_or_of_another_model(tmp_path: Path) -> None:
+    assert "without .index" in refused(tmp_path / "nothing", load=load_tf1)
+    prefix = copy_checkpoint(tmp_path)
+    text = refused(prefix, dataclasses.replace(TINY, vocab_size=41), load_tf1)
+    assert "has 40 word pieces, model.vocab_size=41; set model.vocab_size=40" in text
+    assert "model.max_positions=12" in refused(prefix, dataclasses.replace(TINY, max_positions=16), load_tf1)
+    text = refused(prefix, dataclasses.replace(TINY, layers=3), load_tf1)
+    assert "layers.2.attention.qkv.weight" in text and "model.layers" in text
+    assert "hidden=8, ffn=32" in refused(prefix, dataclasses.replace(TINY, ffn=32), load_tf1)
+    Path(f"{prefix}.data-00000-of-00001").unlink()
+    assert "data-00000-of-00001" in refused(prefix, load=load_tf1)
+
+
+# --- Hugging Face ---
+
+
+def test_huggingface_round_trip_is_bit_exact(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    peer = Peer(peer_config(TINY))
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape)
+    peer.save_pretrained(tmp_path / "theirs")
+    state, found = load_huggingface(tmp_path / "theirs", BertForPreTraining(TINY))
+    assert not found.started and not found.ignored
+    save_huggingface(tmp_path / "ours", state, TINY)
+    again = Peer.from_pretrained(tmp_path / "ours")
+    same(dict(again.state_dict()), dict(peer.state_dict()))
+    back, _ = load_huggingface(tmp_path / "ours", BertForPreTraining(TINY))
+    same(back, state)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"]
+
+
+def test_what_we_write_computes_the_same_in_transformers(tmp_path: Path) -> None:
+    model = random_model(TINY).eval()
+    save_huggingface(tmp_path / "model", model.state_dict(), TINY)
+    peer = Peer.from_pretrained(tmp_path / "model").eval()
+    batch = packed_batch(TINY, (12,))
+    expected = peer(batch.input_ids[None], token_type_ids=batch.segment_ids[None])
     logits = model.prediction.logits(model.encode(batch), model.embeddings.word.weight)
-    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-    theirs.save_pretrained(tmp_path / "theirs")
-    assert equal(import_huggingface(tmp_path / "theirs", TINY), weights)
+    torch.testing.assert_close(logits, expected.prediction_logits[0], rtol=1e-5, atol=1e-5)
 
 
-def test_a_bare_encoder_with_more_layers_fills_what_it_has(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(
-        vocab_size=97, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64,
-        max_position_embeddings=40,
-    )  # fmt: skip
-    transformers.BertModel(config).save_pretrained(tmp_path)
-    model = BertForPreTraining(TINY)
-    found, missing = start_weights("huggingface", tmp_path, model, seed=5)
-    assert missing == sorted(name for name in found if name.startswith(("prediction.", "next_sentence.")))
-    assert torch.equal(found["prediction.transform.weight"], torch.eye(32))
-    model.load_state_dict(found)
-    with pytest.raises(WeightsError, match="use at most its number of layers"):
-        import_huggingface(tmp_path, dataclasses.replace(TINY, layers=4))
+def test_an_encoder_alone_gives_its_first_layers(tmp_path: Path) -> None:
+    """As a sentence encoder's folder: a BertModel of more layers, without a prediction head."""
+    PeerEncoder(peer_config(TINY, layers=4)).save_pretrained(tmp_path)
+    model = random_model(TINY)
+    counts = torch.arange(40)
+    state, found = load_huggingface(tmp_path, model, counts)
+    assert found.started == [
+        "prediction.bias",
+        "prediction.transform.weight",
+        "prediction.transform.bias",
+        "prediction.norm.weight",
+        "prediction.norm.bias",
+        "next_sentence.weight",
+        "next_sentence.bias",
+    ]
+    assert len(found.ignored) == 32 and all(".layer.2." in name or ".layer.3." in name for name in found.ignored)
+    assert "prediction.transform.weight" in str(found) and "encoder.layer.2" in str(found)
+    theirs = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(
+        state["layers.1.attention.qkv.weight"].chunk(3)[2], theirs["encoder.layer.1.attention.self.value.weight"]
+    )
+    assert torch.equal(state["prediction.transform.weight"], torch.eye(8))
+    assert torch.allclose(state["prediction.bias"].exp(), (counts + 1.0) / (counts + 1.0).sum())
+    assert torch.equal(state["next_sentence.weight"], model.next_sentence.weight)
+    model.load_state_dict(state)
+
+
+def test_old_names_and_several_files(tmp_path: Path) -> None:
+    state = random_model(TINY).state_dict()
+    save_huggingface(tmp_path / "new", state, TINY)
+    tensors = load_file(tmp_path / "new" / "model.safetensors")
+    old = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+        for name, tensor in tensors.items()
+    }
+    old["bert.embeddings.position_ids"] = torch.arange(12)[None]
+    old["cls.predictions.decoder.bias"] = tensors["cls.predictions.bias"].clone()
+    names = sorted(old)
+    folder = tmp_path / "old"
+    folder.mkdir()
+    weight_map = {}
+    for number, part in enumerate((names[::2], names[1::2])):
+        save_file({name: old[name] for name in part}, folder / f"model-{number}.safetensors")
+        weight_map |= dict.fromkeys(part, f"model-{number}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    shutil.copy(tmp_path / "new" / "config.json", folder)
+    loaded, found = load_huggingface(folder, BertForPreTraining(TINY))
+    same(loaded, dict(state))
+    assert not found.ignored and not found.started
 
 
 @pytest.mark.parametrize(
-    ("change", "complaint"),
+    "change, text",
     [
-        ({"vocab_size": 98}, "vocabulary of 97, the model's is 98; set model.vocab_size=97"),
-        ({"max_positions": 41}, "position_embeddings.*model.max_positions"),
-        ({"ffn": 65}, "intermediate.dense.bias is .64,., the model's is .65,."),
+        ({"vocab_size": 41}, "has 40 word pieces, model.vocab_size=41; set model.vocab_size=40"),
+        ({"max_positions": 16}, "has 12 positions, model.max_positions=16; set model.max_positions=12"),
+        ({"heads": 4}, "num_attention_heads is 2, model.heads=4; set model.heads=2"),
+        ({"hidden": 16}, "hidden_size is 8, model.hidden=16"),
+        ({"layers": 3}, "has 2 layers, model.layers=3; set model.layers=2 or less"),
+        ({"layer_norm_eps": 1e-5}, "layer_norm_eps is 1e-12, model.layer_norm_eps=1e-05"),
     ],
 )
-def test_weights_of_another_shape_are_refused(tmp_path, weights, change, complaint):
-    export_huggingface(tmp_path / "model", weights, TINY)
-    with pytest.raises(WeightsError, match=complaint):
-        import_huggingface(tmp_path / "model", dataclasses.replace(TINY, **change))
+def test_a_folder_of_another_model(tmp_path: Path, change: dict[str, int], text: str) -> None:
+    save_huggingface(tmp_path / "model", random_model(TINY).state_dict(), TINY)
+    assert text in refused(tmp_path / "model", dataclasses.replace(TINY, **change))
 
 
-def test_broken_huggingface_folders_are_named(tmp_path, weights):
-    with pytest.raises(WeightsError, match=r"config\.json: no such file"):
-        import_huggingface(tmp_path, TINY)
-    export_huggingface(tmp_path / "model", weights, TINY)
-    path = tmp_path / "model" / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(WeightsError, match=r"model\.safetensors: no whole safetensors file"):
-        import_huggingface(tmp_path / "model", TINY)
-    path.unlink()
-    with pytest.raises(WeightsError, match="holds no"):
-        import_huggingface(tmp_path / "model", TINY)
-    (tmp_path / "model" / "config.json").write_text("{")
-    with pytest.raises(WeightsError, match=r"config\.json: no JSON"):
-        import_huggingface(tmp_path / "model", TINY)
+def test_broken_folders_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    assert "config.json" in refused(folder)
+    save_huggingface(folder, random_model(TINY).state_dict(), TINY)
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    whole = weights.read_bytes()
+    for keep in (0, 5, 300, len(whole) - 1):
+        weights.write_bytes(whole[:keep])
+        assert "model.safetensors: not a whole" in refused(folder)
+    weights.write_bytes(whole)
+    tensors = load_file(weights)
+    del tensors["bert.encoder.layer.1.attention.self.key.weight"]
+    save_file(tensors, weights)
+    assert "layers.1.attention.qkv.weight" in refused(folder)
+    weights.unlink()
+    assert "no model.safetensors" in refused(folder)
+    description = json.loads(config.read_text())
+    config.write_text(json.dumps(description | {"hidden_act": "relu"}))
+    assert "hidden_act is 'relu'" in refused(folder)
+    config.write_text(json.dumps(description | {"model_type": "gpt2"}))
+    assert "model_type is 'gpt2'" in refused(folder)
+    config.write_text("{")
+    assert "config.json: not valid JSON" in refused(folder)
 
 
-def test_an_export_that_fails_leaves_what_was_there(tmp_path, weights, monkeypatch):
-    export_huggingface(tmp_path / "model", weights, TINY)
-    before = json.loads((tmp_path / "model" / "config.json").read_text())
-    monkeypatch.setattr(
-        "bert_mlperf.weights.huggingface.save_file", lambda *a, **k: (_ for _ in ()).throw(OSError("full"))
+def test_an_export_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = dict(random_model(TINY).state_dict())
+    save_huggingface(tmp_path / "model", state, TINY)
+    save_tf1(tmp_path / "tf1" / "model", state, TINY)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    changed = {name: tensor + 1 for name, tensor in state.items()}
+    monkeypatch.setattr("bert_mlperf.weights.huggingface.save_file", full)
+    monkeypatch.setattr("bert_mlperf.weights.tensor_bundle._flush", full)
+    for save, path in ((save_huggingface, tmp_path / "model"), (save_tf1, tmp_path / "tf1" / "model")):
+        with pytest.raises(OSError, match="No space"):
+            save(path, changed, TINY)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    monkeypatch.undo()
+    save_huggingface(tmp_path / "model", changed, TINY)
+    same(load_huggingface(tmp_path / "model", BertForPreTraining(TINY))[0], changed)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "tf1"]
+
+
+# --- what training starts from ---
+
+
+def test_start_weights_of_each_source(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = BertForPreTraining(TINY)
+    config = BertTrainConfig(model=TINY, seed=4, data=DataConfig(train=tmp_path / "train"))
+    first = {name: tensor.clone() for name, tensor in load_start_weights(config, model).items()}
+    same({name: tensor.clone() for name, tensor in load_start_weights(config, BertForPreTraining(TINY)).items()}, first)
+    other = load_start_weights(dataclasses.replace(config, seed=5), model)
+    assert not torch.equal(other["pooler.weight"], first["pooler.weight"])
+
+    tf1 = dataclasses.replace(config, weights=WeightsConfig("tf1", WRITTEN_BY_TENSORFLOW))
+    same(load_start_weights(tf1, model), load_tf1(WRITTEN_BY_TENSORFLOW, model)[0])
+
+    PeerEncoder(peer_config(TINY)).save_pretrained(tmp_path / "encoder")
+    (tmp_path / "train").mkdir()
+    tokens = np.array([2, 9, 9, 3, 3, 7, 7], dtype=np.int32)  # place 3 of the first is masked: a 5 stood there
+    samples = Samples(
+        tokens=tokens,
+        segments=np.zeros(7, np.uint8),
+        lengths=np.array([5, 2], np.int32),
+        masked_positions=np.array([3], np.int32),
+        masked_ids=np.array([5], np.int32),
+        masked_counts=np.array([1, 0], np.int32),
+        next_sentence=np.array([0, 1], np.uint8),
     )
-    with pytest.raises(OSError, match="full"):
-        export_huggingface(tmp_path / "model", {k: v + 1 for k, v in weights.items()}, TINY)
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    assert json.loads((tmp_path / "model" / "config.json").read_text()) == before
-    assert equal(import_huggingface(tmp_path / "model", TINY), weights)
-
-
-def tf1_tensors(weights, config=TINY):
-    tensors = {
-        part.tf1: (t.mT if part.transposed else t).contiguous().numpy() for part, t in take_apart(weights, config)
-    }
-    slots = {f"{name}/adam_m": np.zeros(3, np.float32) for name in list(tensors)[:5]}
-    return tensors | slots | {"global_step": np.array(28252, np.int64)}
-
-
-@pytest.mark.parametrize("block_size", [64, 4096])
-def test_tf1_round_trip_is_bit_exact(tmp_path, weights, block_size):
-    write_tf1(tmp_path / "model.ckpt-28252", tf1_tensors(weights), block_size)
-    assert equal(import_tf1(tmp_path / "model.ckpt-28252", TINY), weights)
-
-
-def test_every_changed_byte_of_a_tf1_checkpoint_is_found(tmp_path, weights):
-    prefix = tmp_path / "model.ckpt-1"
-    write_tf1(prefix, tf1_tensors(weights), 512)
-    data, index = tmp_path / "model.ckpt-1.data-00000-of-00001", tmp_path / "model.ckpt-1.index"
-    raw = bytearray(data.read_bytes())
-    raw[5000] ^= 1
-    data.write_bytes(raw)
-    with pytest.raises(WeightsError, match="data-00000-of-00001: checksum of .* differs"):
-        import_tf1(prefix, TINY)
-    raw[5000] ^= 1
-    data.write_bytes(raw)
-    good = index.read_bytes()
-    for place in range(0, len(good) - 48, 101):
-        bad = bytearray(good)
-        bad[place] ^= 4
-        index.write_bytes(bad)
-        with pytest.raises(WeightsError, match=r"index: .*copy"):
-            import_tf1(prefix, TINY)
-    index.write_bytes(good[:-9])
-    with pytest.raises(WeightsError, match="cut short"):
-        import_tf1(prefix, TINY)
-    index.write_bytes(good)
-    data.write_bytes(raw[:-50])
-    with pytest.raises(WeightsError, match="is cut short"):
-        import_tf1(prefix, TINY)
-    data.unlink()
-    with pytest.raises(WeightsError, match="no such file"):
-        import_tf1(prefix, TINY)
-
-
-def test_a_tf1_checkpoint_of_another_model_is_refused(tmp_path, weights):
-    write_tf1(tmp_path / "m", tf1_tensors(weights))
-    with pytest.raises(WeightsError, match=r"lacks bert/encoder/layer_2"):
-        import_tf1(tmp_path / "m", dataclasses.replace(TINY, layers=3))
-    with pytest.raises(WeightsError, match="model.vocab_size"):
-        import_tf1(tmp_path / "m", dataclasses.replace(TINY, vocab_size=96))
-    with pytest.raises(WeightsError, match="without .index"):
-        import_tf1(tmp_path / "nowhere", TINY)
-
-
-def test_bert_large_has_the_published_number_of_parameters():
-    shapes = shapes_of(BertConfig())
-    assert sum(torch.Size(shape).numel() for shape in shapes.values()) == 336_226_108
+    write_shard(tmp_path / "train" / "shard_0.hdf5", samples)
+    encoder = dataclasses.replace(config, weights=WeightsConfig("huggingface", tmp_path / "encoder"))
+    with caplog.at_level(logging.WARNING):
+        state = load_start_weights(encoder, model)
+    assert "prediction.transform.weight" in caplog.text
+    counts = torch.zeros(40)
+    counts[torch.tensor([2, 5, 3])] = 1.0
+    counts[torch.tensor([9, 7])] = 2.0
+    torch.testing.assert_close(state["prediction.bias"], log_frequencies(counts).float())
+    model.load_state_dict(state)

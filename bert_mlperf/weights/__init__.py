@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_start_weights(config: BertTrainConfig, model: BertForPreTraining) -> dict[str, Tensor]:
-    """State dict, on the CPU, that training starts from: random by seed, the MLPerf TF1 checkpoint, or a Hugging Face BERT.
+    """State dict on the CPU that training starts from: random by seed, the MLPerf TF1 checkpoint, or Hugging Face's.
 
     What a checkpoint does not have is named in the log (level warning). Raises WeightsError where it cannot be used.
     """

@@ -32,9 +32,9 @@ def load_huggingface(
 ) -> tuple[dict[str, Tensor], Found]:
     """State dict for `model` from a BERT folder: the first `layers` layers of a BertModel or BertForPreTraining.
 
-    A folder without a prediction head (a BertModel's) gets one that starts near what the encoder knows: the transform is
-    the identity, and the output bias the log frequency of each word piece. Pooler and next-sentence layer, where missing,
-    keep the model's present values.
+    A folder without a prediction head (a BertModel's) gets one that starts near what the encoder knows: the transform
+    is the identity, and the output bias the log frequency of each word piece. Pooler and next-sentence layer, where
+    missing, keep the model's present values.
 
     token_counts: [vocab], how often each word piece occurs in the corpus; None leaves the output bias 0.
 
@@ -184,7 +184,7 @@ def _start_missing(
 
 
 def log_frequencies(token_counts: Tensor) -> Tensor:
-    """[vocab], natural log of each word piece's frequency, with one added to every count so that none is minus infinity.
+    """[vocab], natural log of each word piece's frequency, one added to every count so that none is minus infinity.
 
     As an output bias it makes the untrained head predict the corpus' frequencies where the transform says nothing.
     """

@@ -1,9 +1,9 @@
 """The TensorFlow checkpoint format ("tensor bundle", V2), read and written without TensorFlow.
 
-`PREFIX.index` is a LevelDB table: blocks of prefix-compressed keys, each block with its masked CRC-32C, found through an
-index block that the footer points to. The entry of the empty key is the header (number of shards, byte order); every
-other key is a tensor's name, its value a BundleEntryProto: type, shape, shard, offset, size, masked CRC-32C of the bytes.
-The bytes lie in `PREFIX.data-00000-of-00001`. Sources: tensorflow/core/protobuf/tensor_bundle.proto,
+`PREFIX.index` is a LevelDB table: blocks of prefix-compressed keys, each block with its masked CRC-32C, found through
+an index block that the footer points to. The entry of the empty key is the header (number of shards, byte order); every
+other key is a tensor's name, its value a BundleEntryProto: type, shape, shard, offset, size, masked CRC-32C of the
+bytes. The bytes lie in `PREFIX.data-00000-of-00001`. Sources: tensorflow/core/protobuf/tensor_bundle.proto,
 tensorflow/core/util/tensor_bundle/tensor_bundle.h, and LevelDB's doc/table_format.md.
 """
 
@@ -15,6 +15,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import google_crc32c
 import torch
@@ -58,7 +59,7 @@ class Entry:
 class TensorBundle:
     """A checkpoint opened for reading. entries: name -> Entry.
 
-    Raises WeightsError where the index is missing, cut short or altered.
+    Raises WeightsError where the index is missing, cut short or altered, or a data file is missing or cut short.
     """
 
     def __init__(self, prefix: Path) -> None:
@@ -83,30 +84,24 @@ class TensorBundle:
             raise WeightsError(f"{self.index}: not a checkpoint index, or cut short ({error!r})") from error
         if big_endian:
             raise WeightsError(f"{self.index}: written on a big-endian machine; convert it there")
+        self._check_sizes()
 
     def read(self, name: str) -> Tensor:
         """The tensor of that name, its checksum verified.
 
-        Raises WeightsError where there is none, its type or slices are not read here, its file is missing or cut
-        short, or its bytes are not those that were written.
+        Raises WeightsError where there is none, its type or slices are not read here, or its bytes are not those that were written.
         """
         entry = self.entries.get(name)
         if entry is None:
             raise WeightsError(f"{self.index}: no tensor {name}; it has {len(self.entries)}")
         if entry.dtype is None or not entry.whole:
-            raise WeightsError(
-                f"{self.index}: {name} is {'sliced' if entry.dtype else 'of a type'} that is not read here"
-            )
-        path = Path(f"{self.prefix}.data-{entry.shard:05d}-of-{self.shards:05d}")
+            what = "saved in slices" if entry.dtype else "of a type that no weight has"
+            raise WeightsError(f"{self.index}: {name} is {what}; save it whole, as a number type")
+        path = self._data(entry.shard)
         raw = bytearray(entry.size)
-        try:
-            with path.open("rb") as file:
-                file.seek(entry.offset)
-                got = file.readinto(raw)
-        except OSError as error:
-            raise WeightsError(f"{path}: {error.strerror}; the checkpoint needs it for {name}") from error
-        if got != entry.size:
-            raise WeightsError(f"{path}: ends inside {name}: {got} of its {entry.size} bytes; copy the file again")
+        with path.open("rb") as file:
+            file.seek(entry.offset)
+            file.readinto(raw)
         if _masked_checksum(bytes(raw)) != entry.checksum:
             raise WeightsError(
                 f"{path}: the bytes of {name} (from {entry.offset}, {entry.size} long) do not match their checksum; "
@@ -117,6 +112,21 @@ class TensorBundle:
         if not raw:
             return torch.empty(entry.shape, dtype=entry.dtype)
         return torch.frombuffer(raw, dtype=entry.dtype).reshape(entry.shape)
+
+    def _data(self, shard: int) -> Path:
+        return Path(f"{self.prefix}.data-{shard:05d}-of-{self.shards:05d}")
+
+    def _check_sizes(self) -> None:
+        for shard in range(self.shards):
+            own = [(entry.offset + entry.size, name) for name, entry in self.entries.items() if entry.shard == shard]
+            end, last = max(own, default=(0, ""))
+            path = self._data(shard)
+            try:
+                size = path.stat().st_size
+            except OSError as error:
+                raise WeightsError(f"{path}: {error.strerror}; copy it beside {self.index.name}") from error
+            if size < end:
+                raise WeightsError(f"{path}: cut short: {size} bytes, {last} ends at {end}; copy the file again")
 
 
 def write_bundle(prefix: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -178,8 +188,9 @@ def _read_table(raw: bytes) -> Iterator[tuple[bytes, bytes]]:
     footer = raw[-_FOOTER:]
     if len(footer) < _FOOTER or struct.unpack("<Q", footer[-8:])[0] != _MAGIC:
         raise ValueError("the footer is missing")
-    _, at = _varint(footer, 0)  # the meta-index block, which is empty
-    _, at = _varint(footer, at)
+    offset, at = _varint(footer, 0)
+    size, at = _varint(footer, at)
+    list(_read_block(raw, offset, size))  # the meta-index block: empty, but part of the file that should be whole
     offset, at = _varint(footer, at)
     size, _ = _varint(footer, at)
     for _, handle in _read_block(raw, offset, size):
@@ -256,9 +267,9 @@ def _entry(raw: bytes) -> Entry:
 # --- writing ---
 
 
-def _flush(file: object) -> None:
-    file.flush()  # type: ignore[attr-defined]
-    os.fsync(file.fileno())  # type: ignore[attr-defined]
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _encode_varint(value: int) -> bytes:
@@ -325,7 +336,8 @@ def _block(entries: list[tuple[bytes, bytes]], restart_interval: int) -> bytes:
             if number:
                 restarts.append(len(out))
         else:
-            shared = len(os.path.commonprefix([before, key]))
+            while shared < min(len(before), len(key)) and before[shared] == key[shared]:
+                shared += 1
         out += _encode_varint(shared) + _encode_varint(len(key) - shared) + _encode_varint(len(value))
         out += key[shared:] + value
         before = key

@@ -17,8 +17,8 @@ _OPTIMIZER = ("adam_m", "adam_v", "lamb_m", "lamb_v", "Adam", "Adam_1", "LAMB", 
 def load_tf1(prefix: Path, model: BertForPreTraining) -> tuple[dict[str, Tensor], Found]:
     """State dict for `model` from the checkpoint `prefix` (`prefix.index`, `prefix.data-...`).
 
-    The optimizer's variables (`.../adam_m`, `.../adam_v`, LAMB's alike) and `global_step` are not weights and are passed
-    over in silence. Raises WeightsError where the checkpoint is altered, incomplete or of another model.
+    The optimizer's variables (`.../adam_m`, `.../adam_v`, LAMB's alike) and `global_step` are not weights and are
+    passed over in silence. Raises WeightsError where the checkpoint is altered, incomplete or of another model.
     """
     bundle = TensorBundle(prefix)
     names = [name for name in bundle.entries if name != "global_step" and name.rsplit("/", 1)[-1] not in _OPTIMIZER]

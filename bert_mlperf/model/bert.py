@@ -1,97 +1,38 @@
-"""BERT for pretraining (Devlin et al. 2019) on one device, without a padded token from embedding to head.
+"""The model's modules, from embeddings to heads.
 
 The sequences of a batch lie end to end in [tokens, hidden]; only attention knows where one ends. The prediction head
-sees the masked places alone. Nothing here knows that ranks exist.
+sees the masked places alone. Nothing here knows that ranks exist; a parameter is used only in or after the forward of
+the module that owns it, so that whoever cuts the model may fetch it there.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from bert_mlperf.kernels import prediction_loss, ragged_attention
-from common.config import check
-from common.dropout import DropoutKey, dropout, dropout_add, token_keys
-from common.recompute import Recompute, recomputed
-
-__all__ = ["BertConfig", "BertForPreTraining", "DropoutKey", "Output", "PackedBatch", "flops_per_step"]
-
-
-@dataclass(frozen=True)
-class BertConfig:
-    """Shape of the model; the default is BERT-Large as MLPerf trains it."""
-
-    layers: int = 24
-    hidden: int = 1024
-    heads: int = 16
-    ffn: int = 4096
-    vocab_size: int = 30522
-    max_positions: int = 512
-    segments: int = 2
-    dropout: float = 0.1
-    """Of embeddings and of what each half of a layer adds."""
-    attention_dropout: float = 0.1
-    """Of attention weights."""
-    layer_norm_eps: float = 1e-12
-    recompute: Recompute = "none"
-    """What is run again in backward instead of being kept: nothing, the attention core, or whole layers."""
-    offload: bool = False
-    """Keep the inputs of recomputed parts in host memory."""
-
-    def validate(self) -> None:
-        for name in ("layers", "hidden", "heads", "ffn", "vocab_size", "max_positions", "segments"):
-            check(getattr(self, name) >= 1, f"model.{name}={getattr(self, name)} is below 1; use a positive number")
-        divisors = [n for n in range(1, min(self.hidden, 64) + 1) if self.hidden % n == 0]
-        check(
-            self.hidden % self.heads == 0,
-            f"model.heads={self.heads} does not divide model.hidden={self.hidden}; use one of "
-            f"{', '.join(map(str, divisors))}",
-        )
-        for name in ("dropout", "attention_dropout"):
-            check(0 <= getattr(self, name) < 1, f"model.{name}={getattr(self, name)} is not in [0, 1)")
-        check(self.layer_norm_eps > 0, f"model.layer_norm_eps={self.layer_norm_eps} is not positive")
+from bert_mlperf.model.attention import ragged_attention
+from bert_mlperf.model.batch import Output, PackedBatch
+from bert_mlperf.model.prediction import prediction_loss
+from bert_mlperf.model.shape import BertConfig
+from common.dropout import DropoutKey, dropout, dropout_add_norm, token_keys
+from common.recompute import recomputed
 
 
-@dataclass
-class PackedBatch:
-    """Samples end to end; indices are int64 and on the model's device."""
+class ResidualNorm(nn.Module):
+    """LayerNorm of residual + dropout(x), all [tokens, hidden]. site: number of its dropout."""
 
-    input_ids: Tensor
-    """[tokens], word pieces, masked ones included."""
-    segment_ids: Tensor
-    """[tokens], 0 or 1."""
-    position_ids: Tensor
-    """[tokens], place inside the own sequence."""
-    cu_seqlens: Tensor
-    """[samples + 1] int32, where each sequence begins, and the end."""
-    lengths: tuple[int, ...]
-    """Tokens of each sequence, on the host."""
-    masked_index: Tensor
-    """[masked], places in the flat batch."""
-    masked_labels: Tensor
-    """[masked], the word pieces to predict."""
-    next_sentence: Tensor
-    """[samples], 1 where the second sentence is a random one."""
-    sample_ids: Tensor
-    """[samples], position of each sample in the stream; dropout masks go by it."""
+    def __init__(self, config: BertConfig, site: int) -> None:
+        super().__init__()
+        self.eps, self.p, self.site = config.layer_norm_eps, config.dropout, site
+        self.weight = nn.Parameter(torch.ones(config.hidden))
+        self.bias = nn.Parameter(torch.zeros(config.hidden))
 
-
-class Output(NamedTuple):
-    """Sums over the batch, to be divided by the counts of the whole step."""
-
-    mlm_loss_sum: Tensor
-    """Over masked tokens."""
-    nsp_loss_sum: Tensor
-    """Over samples."""
-    mlm_correct: Tensor
-    """Masked tokens predicted right."""
+    def forward(self, x: Tensor, residual: Tensor, keys: Tensor | None) -> Tensor:
+        return dropout_add_norm(x, residual, self.weight, self.bias, self.eps, keys, self.site, self.p)
 
 
 class Attention(nn.Module):
@@ -102,7 +43,7 @@ class Attention(nn.Module):
         self.config, self.site = config, 4 * layer
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden)
         self.output = nn.Linear(config.hidden, config.hidden)
-        self.norm = nn.LayerNorm(config.hidden, config.layer_norm_eps)
+        self.norm = ResidualNorm(config, self.site + 2)
 
     def forward(self, x: Tensor, batch: PackedBatch, keys: Tensor | None) -> Tensor:
         config = self.config
@@ -120,7 +61,7 @@ class Attention(nn.Module):
             offload=config.offload,
         )
         mixed = rearrange(mixed, "tokens heads d -> tokens (heads d)")
-        return self.norm(dropout_add(self.output(mixed), x, keys, self.site + 2, config.dropout))
+        return self.norm(self.output(mixed), x, keys)
 
 
 class FeedForward(nn.Module):
@@ -128,14 +69,12 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: BertConfig, layer: int) -> None:
         super().__init__()
-        self.config, self.site = config, 4 * layer
         self.inner = nn.Linear(config.hidden, config.ffn)
         self.output = nn.Linear(config.ffn, config.hidden)
-        self.norm = nn.LayerNorm(config.hidden, config.layer_norm_eps)
+        self.norm = ResidualNorm(config, site=4 * layer + 3)
 
     def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
-        y = self.output(F.gelu(self.inner(x)))
-        return self.norm(dropout_add(y, x, keys, self.site + 3, self.config.dropout))
+        return self.norm(self.output(F.gelu(self.inner(x))), x, keys)
 
 
 class Layer(nn.Module):
@@ -246,16 +185,3 @@ class BertForPreTraining(nn.Module):
                 nn.init.trunc_normal_(values, std=0.02, a=-0.04, b=0.04, generator=generator)
                 with torch.no_grad():
                     parameter.copy_(values)
-
-
-def flops_per_step(config: BertConfig, lengths: Sequence[int], masked: int) -> float:
-    """Useful FLOPs of forward and backward: real tokens only, a multiply-add is two, recompute is not counted.
-
-    lengths: tokens of each sequence; masked: masked places. Backward is twice forward. Per layer and token 8 h^2 + 4 h f,
-    per layer and pair of tokens 4 h; head 2 h^2 + 2 h V a masked place; pooler 2 h^2 + 4 h a sample.
-    """
-    h, tokens = config.hidden, sum(lengths)
-    pairs = sum(n * n for n in lengths)
-    layer = tokens * (8 * h * h + 4 * h * config.ffn) + pairs * 4 * h
-    head = masked * (2 * h * h + 2 * h * config.vocab_size) + len(lengths) * (2 * h * h + 4 * h)
-    return 3.0 * (config.layers * layer + head)

@@ -215,8 +215,8 @@ class BertTrainConfig:
         layout.check_world(world_size)
         check(
             self.global_batch % world_size == 0,
-            f"global_batch={self.global_batch} is not divisible by {world_size} data-parallel ranks; the next sizes are "
-            f"{self.global_batch // world_size * world_size or world_size} and "
+            f"global_batch={self.global_batch} is not divisible by {world_size} data-parallel ranks; the next sizes "
+            f"are {self.global_batch // world_size * world_size or world_size} and "
             f"{(self.global_batch // world_size + 1) * world_size}",
         )
         return layout

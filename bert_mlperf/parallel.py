@@ -17,7 +17,7 @@ def shard(model: nn.Module, config: BertTrainConfig, runtime: Runtime) -> Sharde
     backward goes on and all-reduced as shards over `dp_replicate`; new parameters are gathered under the next forward.
     """
     options = config.optimizer
-    rules = {"lamb": LAMB, "adamw": AdamW}
+    rules: dict[str, type[LAMB] | type[AdamW]] = {"lamb": LAMB, "adamw": AdamW}
     rule = rules[options.rule](
         betas=(options.beta1, options.beta2), eps=options.epsilon, weight_decay=options.weight_decay
     )

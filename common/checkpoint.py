@@ -127,6 +127,14 @@ class Checkpointer:
                 log.warning("passing over checkpoint of step %d: %s", step, "; ".join(problems))
         return None
 
+    def values(self, step: int) -> dict[str, Any]:
+        """The JSON values of a checkpoint, without its tensors.
+
+        Raises CheckpointError, on all ranks, where its manifest cannot be read.
+        """
+        path = self.folder / name_of(step) / MANIFEST
+        return self._together(lambda: json.loads(path.read_text(encoding="utf-8"))["values"])[self._runtime.rank]
+
     def load(self, state: State, description: Mapping[str, Any], step: int | None = None) -> dict[str, Any]:
         """Fills the tensors and pieces of `state` in place, for the present number of ranks; returns it with the values.
 

@@ -49,7 +49,7 @@ Command = (
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; 2 where input or options cannot be used."""
     config = (tyro.conf.FlagConversionOff, tyro.conf.OmitArgPrefixes)
-    command = tyro.cli(Command, args=argv, prog="python -m bert_mlperf.data", description=__doc__, config=config)  # type: ignore[arg-type]
+    command = tyro.cli(Command, args=argv, prog="python -m bert_mlperf.data", description=__doc__, config=config)
     try:
         if isinstance(command, FetchOptions):
             fetch(command.corpus, command.output)
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def show(statistics: dict, output: Path) -> None:  # type: ignore[type-arg]
+def show(statistics: dict, output: Path) -> None:
     """Prints the statistics of a preparation."""
     table = Table(title=f"{output}: {statistics['documents']:,} documents, {statistics['wordpieces']:,} word pieces")
     for column in ("", "samples", "tokens", "masked", "random next", "mean length", "padding avoided"):

@@ -13,7 +13,7 @@ import os
 import random
 import shutil
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, fields
@@ -137,8 +137,8 @@ def _claim(options: PrepareOptions, pieces: list[list[Span]]) -> dict[str, Any] 
             before, now = found.get("plan", {}), plan
             changed = sorted(key for key in now if before.get(key) != now[key])
             raise TextError(
-                f"{output} holds a preparation with another {', '.join(changed)}; pass --restart True to replace it, or "
-                "give another --output"
+                f"{output} holds a preparation with another {', '.join(changed)}; pass --restart True to replace it, "
+                "or give another --output"
             )
         for name in ("train", "heldout", PIECES):
             shutil.rmtree(output / name, ignore_errors=True)
@@ -164,7 +164,7 @@ def _plan(options: PrepareOptions, pieces: list[list[Span]]) -> dict[str, Any]:
     }
 
 
-def _run(pool: ProcessPoolExecutor, title: str, total: int, tasks: Iterable[tuple[Callable[..., None], Any]]) -> None:
+def _run(pool: ProcessPoolExecutor, title: str, total: int, tasks: Iterable[tuple[Any, ...]]) -> None:
     """Runs the tasks over the pool's processes, with progress.
 
     Raises TextError where a task raises one or a process dies; what is finished stays.

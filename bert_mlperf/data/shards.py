@@ -1,8 +1,8 @@
 """MLPerf BERT shards (HDF5), read as they are and written in the official variable-length form.
 
 Official forms (MLPerf Training, BERT data preparation): six datasets, `input_ids`, `input_mask`, `segment_ids`,
-`masked_lm_positions`, `masked_lm_ids`, `next_sentence_labels`; fixed length: one row of 512 (76 for the masked ones) for
-each sample, padded with 0; variable length: one array per sample without padding, and no `input_mask`.
+`masked_lm_positions`, `masked_lm_ids`, `next_sentence_labels`; fixed length: one row of 512 (76 for the masked ones)
+for each sample, padded with 0; variable length: one array per sample without padding, and no `input_mask`.
 """
 
 from __future__ import annotations

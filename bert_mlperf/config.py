@@ -135,7 +135,8 @@ class LogConfig:
     """Steps between lines of the log and points of the curves."""
     trace_steps: str = ""
     """Steps to trace for chrome://tracing or Perfetto, `FIRST:LAST`; empty traces none."""
-    tensorboard: bool = True
+    measure_peak: bool = True
+    """Measure this machine's matmul rate first (2 s), which MFU is a share of; False logs no MFU."""
 
     def validate(self) -> None:
         check(self.every_steps >= 1, f"log.every_steps={self.every_steps} is below 1; use 1 to log every step")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +64,10 @@ class Job:
     model: BertForPreTraining
     optimizer: ShardedOptimizer
     checkpointer: Checkpointer
-    loader: TrainingLoader
-    heldout: Heldout
     loss_scale: LossScale
-    progress: Progress = field(default_factory=Progress)
-    heldout_rounds: int = 0
-    """Forward passes of an evaluation that every rank has to make; more than its own batches at level 3 alone."""
+    progress: Progress
+    place: dict[str, Any] | None
+    """Where the data goes on; None at its beginning."""
 
 
 def set_up(config: BertTrainConfig, runtime: Runtime, checkpointer: Checkpointer, newest: int | None) -> Job:
@@ -89,6 +87,16 @@ def set_up(config: BertTrainConfig, runtime: Runtime, checkpointer: Checkpointer
         state = restore(config, optimizer, checkpointer, newest)
         progress, place = Progress(**state["progress"]), state["data"]
         scale = LossScale(**state["loss_scale"]) if scale.dynamic and state["loss_scale"]["dynamic"] else scale
+    return Job(config, runtime, model, optimizer, checkpointer, scale, progress, place)
+
+
+def open_data(job: Job) -> tuple[TrainingLoader, Heldout]:
+    """The training data, from where the job stands, and the held-out set. The rules want neither touched before the
+    measured time begins.
+
+    Raises ConfigError or DataError, on all ranks, where they cannot be used.
+    """
+    config, runtime, shape = job.config, job.runtime, job.config.model
     cost = sequence_cost(layers=shape.layers, hidden=shape.hidden, ffn=shape.ffn, vocab_size=shape.vocab_size)
 
     def shards(folder: Path) -> ShardSet:
@@ -113,13 +121,18 @@ def set_up(config: BertTrainConfig, runtime: Runtime, checkpointer: Checkpointer
         StepPlan(config.global_batch, cost, config.micro_batches(runtime.world_size), config.data.balance),
         window_shards=config.data.window_shards,
         seed=config.seed,
-        state=place,
+        state=job.place,
     )
-    rounds = _heldout_rounds(heldout, config, runtime)
-    return Job(config, runtime, model, optimizer, checkpointer, loader, heldout, scale, progress, rounds)
+    return loader, heldout
 
 
-def _heldout_rounds(heldout: Heldout, config: BertTrainConfig, runtime: Runtime) -> int:
+def heldout_rounds(heldout: Heldout, config: BertTrainConfig, runtime: Runtime) -> int:
+    """Forward passes of an evaluation that every rank has to make.
+
+    More than its own batches at level 3 alone, where parameters are gathered in every forward, which takes all ranks.
+
+    Raises ConfigError where a rank has no held-out sample to do that with.
+    """
     own = len(heldout.batches)
     if config.layout.level < 3:
         return own
@@ -132,13 +145,16 @@ def _heldout_rounds(heldout: Heldout, config: BertTrainConfig, runtime: Runtime)
     return max(counts)
 
 
-def save(job: Job) -> None:
-    """Hands a checkpoint of the job to the background: all that a run on any number of ranks needs to go on."""
+def save(job: Job, place: dict[str, Any]) -> None:
+    """Hands a checkpoint of the job to the background: all that a run on any number of ranks needs to go on.
+
+    place: of the loader, behind the last step taken.
+    """
     state = {
         **job.optimizer.state_dict(),
         "progress": dataclasses.asdict(job.progress),
         "loss_scale": dataclasses.asdict(job.loss_scale),
-        "data": job.loader.state_dict(),
+        "data": place,
     }
     job.checkpointer.save(job.progress.step, state, description_of(job.config))
 
@@ -162,7 +178,9 @@ def description_of(config: BertTrainConfig) -> dict[str, Any]:
 def telemetry_of(job: Job) -> Telemetry:
     """The run's telemetry. MFU is a share of the matmul rate measured here, in the run's precision."""
     config, runtime = job.config, job.runtime
-    peak = measure_matmul_peak(runtime.device, PRECISIONS[config.precision], run_dir=config.run_dir)
+    peak = None
+    if config.log.measure_peak:
+        peak = measure_matmul_peak(runtime.device, PRECISIONS[config.precision], run_dir=config.run_dir)
     return Telemetry(
         config.run_dir,
         runtime,

@@ -18,8 +18,20 @@ from torch import Tensor
 
 from bert_mlperf import config as configuration
 from bert_mlperf.config import BertTrainConfig
-from bert_mlperf.data.loader import Step
-from bert_mlperf.job import Job, Progress, hyperparameters, mlperf_log, report_sections, save, set_up, telemetry_of
+from bert_mlperf.data.heldout import Heldout
+from bert_mlperf.data.loader import Step, TrainingLoader
+from bert_mlperf.job import (
+    Job,
+    Progress,
+    heldout_rounds,
+    hyperparameters,
+    mlperf_log,
+    open_data,
+    report_sections,
+    save,
+    set_up,
+    telemetry_of,
+)
 from bert_mlperf.mlperf_log import MlperfLog
 from bert_mlperf.mlperf_rules import evaluation_interval, tensor_names
 from bert_mlperf.model import DropoutKey, flops_per_step
@@ -70,20 +82,24 @@ def train(config: BertTrainConfig, runtime: Runtime) -> Progress:
         log.hyperparameters(hyperparameters(config, runtime.world_size))
         job = set_up(config, runtime, checkpointer, newest)
         log.weights_initialization(tensor_names(config.model.layers))
-        with telemetry_of(job) as telemetry, job.loader:
+        with telemetry_of(job) as telemetry:
             log.init_stop()
             log.run_start(job.progress.samples)
-            train_steps(job, log, telemetry, stop)
-            log.run_stop(success=job.progress.reached(config), samples=job.progress.samples)
-            with telemetry.span("checkpoint"):
-                save(job)
-                checkpointer.wait()
+            loader, heldout = open_data(job)
+            with loader:
+                train_steps(job, loader, heldout, log, telemetry, stop)
+                log.run_stop(success=job.progress.reached(config), samples=job.progress.samples)
+                with telemetry.span("checkpoint"):
+                    save(job, loader.state_dict())
+                    checkpointer.wait()
             export(job)
             telemetry.write_report(report_sections(job, telemetry))
     return job.progress
 
 
-def train_steps(job: Job, log: MlperfLog, telemetry: Telemetry, stop: StopSignal) -> None:
+def train_steps(
+    job: Job, loader: TrainingLoader, heldout: Heldout, log: MlperfLog, telemetry: Telemetry, stop: StopSignal
+) -> None:
     """The loop: one update after another, with evaluations and checkpoints where they are due."""
     config, progress, optimizer = job.config, job.progress, job.optimizer
     interval = evaluation_interval(config.global_batch, config.eval_every_samples, config.mlperf.division)
@@ -91,7 +107,7 @@ def train_steps(job: Job, log: MlperfLog, telemetry: Telemetry, stop: StopSignal
     log.block_start(progress.samples, interval)
     while not progress.finished(config) and not stop.requested():
         with telemetry.span("input"):
-            step = next(job.loader)
+            step = next(loader)
         losses = forward_backward(job, step, telemetry)
         with telemetry.span("optimizer"):
             rate = learning_rate(progress.updates, config.optimizer)
@@ -99,10 +115,10 @@ def train_steps(job: Job, log: MlperfLog, telemetry: Telemetry, stop: StopSignal
         record(job, telemetry, step, losses, rate, result)
         job.loss_scale.update(result.applied)
         if progress.samples // interval > progress.evaluated_at // interval or progress.finished(config):
-            evaluate_and_log(job, log, telemetry, interval)
+            evaluate_and_log(job, heldout, log, telemetry, interval)
         if config.checkpoint.every_steps and progress.step % config.checkpoint.every_steps == 0:
             with telemetry.span("checkpoint"):
-                save(job)
+                save(job, loader.state_dict())
 
 
 def forward_backward(job: Job, step: Step, telemetry: Telemetry) -> Tensor:
@@ -126,28 +142,27 @@ def forward_backward(job: Job, step: Step, telemetry: Telemetry) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(job: Job) -> float:
+def evaluate(job: Job, heldout: Heldout) -> float:
     """Held-out masked-LM accuracy: correct masked tokens / masked tokens over all ranks."""
     job.optimizer.wait_parameters()
     job.model.eval()
     correct = torch.zeros((), dtype=torch.int64, device=job.runtime.device)
-    for batch in job.heldout.batches:
+    for batch in heldout.batches:
         correct += job.model(batch).mlm_correct
-    for _ in range(job.heldout_rounds - len(job.heldout.batches)):
-        # Parameters that are sharded themselves are gathered in every forward, which takes all ranks.
-        job.model(job.heldout.batches[0])
+    for _ in range(heldout_rounds(heldout, job.config, job.runtime) - len(heldout.batches)):
+        job.model(heldout.batches[0])
     job.model.train()
     all_reduce(correct, job.runtime.group())
-    return correct.item() / max(job.heldout.masked, 1)
+    return correct.item() / max(heldout.masked, 1)
 
 
-def evaluate_and_log(job: Job, log: MlperfLog, telemetry: Telemetry, interval: int) -> None:
+def evaluate_and_log(job: Job, heldout: Heldout, log: MlperfLog, telemetry: Telemetry, interval: int) -> None:
     """Ends the block of training in the MLPerf log, evaluates, and begins the next block unless the job is finished."""
     progress = job.progress
     log.block_stop(progress.samples)
     log.eval_start(progress.samples)
     with telemetry.span("evaluation"):
-        progress.accuracy = evaluate(job)
+        progress.accuracy = evaluate(job, heldout)
     progress.evaluated_at = progress.samples
     log.eval_stop(progress.accuracy, progress.samples)
     telemetry.event("evaluation", {"samples": progress.samples, "accuracy": progress.accuracy})

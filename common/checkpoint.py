@@ -2,8 +2,8 @@
 
 A checkpoint is a folder `step-00000120` with the files of `torch.distributed.checkpoint` and a `manifest.json` that
 says which tensors it holds (whole shapes, nothing about ranks), values, a description of the run, and the SHA-256 of
-every file. It gets its name only when all of it is on disk, so a folder of that name is whole; a bit that flips later is
-found by its hash. All ranks must see the same folder.
+every file. It gets its name only when all of it is on disk, so a folder of that name is whole; a bit that flips later
+is found by its hash. All ranks must see the same folder.
 
     python -m common.checkpoint list FOLDER
     python -m common.checkpoint verify FOLDER
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
@@ -48,7 +47,8 @@ class Checkpointer:
     """Saves and loads the checkpoints of one folder; every rank makes one, and calls it as the others do.
 
     keep: how many of the newest checkpoints stay. asynchronous: `save` copies the state and returns; a thread writes it
-    and communicates over a group of its own. An error in it is raised by the next `save`, `wait` or `load`, on all ranks.
+    and communicates over a group of its own. An error there is raised by the next `save`, `wait` or `load`, on all
+    ranks.
 
     Raises ValueError where `keep` is below 1.
     """
@@ -136,7 +136,7 @@ class Checkpointer:
         return self._together(lambda: json.loads(path.read_text(encoding="utf-8"))["values"])[self._runtime.rank]
 
     def load(self, state: State, description: Mapping[str, Any], step: int | None = None) -> dict[str, Any]:
-        """Fills the tensors and pieces of `state` in place, for the present number of ranks; returns it with the values.
+        """Fills tensors and pieces of `state` in place, for the present number of ranks; returns it with the values.
 
         step: None takes the newest whole checkpoint.
 
@@ -262,7 +262,7 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def verify(path: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """What is wrong with a checkpoint, in words; nothing where it is whole. part, parts: looks at a share of the files."""
+    """What is wrong with a checkpoint, in words; nothing where it is whole. part, parts: a share of the files."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         files: dict[str, str] = manifest["files"]
@@ -362,13 +362,12 @@ def main(argv: list[str] | None = None) -> int:
         size = sum(file.stat().st_size for file in path.iterdir())
         problems = verify(path) if options.command == "verify" else []
         damaged |= bool(problems)
-        print(
-            f"step {step:>8}  {size / 2**20:9.1f} MiB  {'; '.join(problems) or ('whole' if options.command == 'verify' else '')}"
-        )
+        verdict = "; ".join(problems) or ("whole" if options.command == "verify" else "")
+        print(f"step {step:>8}  {size / 2**20:9.1f} MiB  {verdict}")
     return int(damaged)
 
 
-__all__ = ["Checkpointer", "CheckpointError", "FlatShard", "name_of", "steps_in", "verify"]
+__all__ = ["CheckpointError", "Checkpointer", "FlatShard", "name_of", "steps_in", "verify"]
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -8,7 +8,7 @@ module's forward waits only for the buckets that hold its own parameters.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.collectives import Pending, all_gather_flat, all_reduce_async, broadcast, reduce_scatter_flat
+from common.collectives import Pending, all_gather_flat, all_reduce_async, broadcast
 from common.optimizers import Piece
+from common.reduce_scatter import BufferPool, start_reduce_scatter
 
 ALIGNMENT = 16
 """Elements that the shards of a bucket are padded to a multiple of, for aligned vector loads."""
@@ -50,7 +51,7 @@ class Bucket:
     gradients: Tensor | None = None
     """[numel] in the master's type; level 2 keeps it only from the first gradient to the end of the reduce-scatter."""
     gradient_shard: Tensor = field(init=False)
-    """[numel / ranks], the summed gradient of this rank's part (level 0: all of it)."""
+    """[numel / ranks], the summed gradient of this rank's part (level 0: all of it); at level 1 inside `gradients`."""
     missing: int = 0
     """Parameters without a gradient in the present backward."""
     launched: bool = False
@@ -58,7 +59,8 @@ class Bucket:
     scattered: bool = False
     """Whether this rank's sum over the shard group is there."""
     reducing: Pending | None = None
-    scratch: Tensor | None = None
+    borrowed: list[Tensor] = field(default_factory=list)
+    """Buffers of the pool that go back once the reduce-scatter is over."""
     gathering: Pending | None = None
 
 
@@ -93,7 +95,8 @@ class BucketStore:
         self._rank = dist.get_rank(shard_group) if cut else 0
         self._accumulating = False
         self._next = 0
-        self._scratch: list[Tensor] = []
+        self._keeps_gradients = level < 2 or self._ranks == 1
+        self._pool = BufferPool(2 * (LAG + 1))
         self.waiting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         """Entered around every wait for communication; telemetry puts its span here."""
         self.buckets = self._fill(model, bucket_bytes)
@@ -177,10 +180,9 @@ class BucketStore:
             if dist.get_world_size(group) > 1:
                 broadcast(bucket.parameters, dist.get_global_rank(group, 0), group)
         wide = master_dtype(bucket.dtype)
-        if self._level < 2:
+        if self._keeps_gradients:
             bucket.gradients = torch.zeros(bucket.numel, dtype=wide, device=device)
-        if self._ranks == 1 and bucket.gradients is not None:
-            bucket.gradient_shard = bucket.gradients
+            bucket.gradient_shard = self._own(bucket.gradients)
         else:
             bucket.gradient_shard = torch.zeros(bucket.numel // self._ranks, dtype=wide, device=device)
 
@@ -226,10 +228,18 @@ class BucketStore:
                 slot.parameter.register_post_accumulate_grad_hook(
                     lambda parameter, bucket=bucket, slot=slot: self._take(bucket, slot)
                 )
-        for module in model.modules():
-            needed = list(dict.fromkeys(home[p] for p in module.parameters(recurse=False) if p in home))
-            if needed and self._ranks > 1:
-                module.register_forward_pre_hook(lambda *_, needed=needed: self._wait_all(needed))
+        if self._ranks == 1:
+            return
+        own = {
+            module: list(dict.fromkeys(home[p] for p in module.parameters(recurse=False) if p in home))
+            for module in model.modules()
+        }
+        self._uncalled = {module for module, needed in own.items() if needed}
+        for module in own:
+            inside = {child: own[child] for child in module.modules() if child is not module and own[child]}
+            module.register_forward_pre_hook(
+                lambda module, _, needed=own[module], inside=inside: self._before_forward(module, needed, inside)
+            )
 
     # Backward.
 
@@ -249,11 +259,10 @@ class BucketStore:
                 "inside accumulating()"
             )
         if bucket.gradients is None:
-            bucket.gradients = torch.zeros(
-                bucket.numel, dtype=master_dtype(bucket.dtype), device=bucket.parameters.device
-            )
-        view, grad = self._view(bucket.gradients, slot), slot.parameter.grad
-        assert grad is not None
+            self._borrow_gradients(bucket)
+        grad = slot.parameter.grad
+        assert grad is not None and bucket.gradients is not None
+        view = self._view(bucket.gradients, slot)
         if slot.filled:
             view.add_(grad)
         else:
@@ -269,7 +278,8 @@ class BucketStore:
     def _launch(self, bucket: Bucket) -> None:
         """Begins the reduction of a bucket, and takes an older one a step further."""
         if bucket.gradients is None:
-            bucket.gradients = torch.zeros_like(bucket.parameters, dtype=master_dtype(bucket.dtype))
+            self._borrow_gradients(bucket)
+        assert bucket.gradients is not None
         for slot in bucket.slots:
             if not slot.filled:
                 self._view(bucket.gradients, slot).zero_()
@@ -280,12 +290,9 @@ class BucketStore:
             if dist.get_world_size(self._shard_group) > 1:
                 bucket.reducing = all_reduce_async(bucket.gradients, self._shard_group)
         elif self._ranks > 1:
-            bucket.scratch = self._take_scratch(bucket)
-            bucket.reducing = reduce_scatter_flat(
-                bucket.gradients, self._shard_group, bucket.gradient_shard, bucket.scratch
+            bucket.reducing = start_reduce_scatter(
+                bucket.gradients, self._shard_group, bucket.gradient_shard, self._borrow_scratch(bucket)
             )
-        elif bucket.gradient_shard is not bucket.gradients:
-            bucket.gradient_shard.copy_(bucket.gradients)
         if number >= LAG:
             self._sum_replicas(self.buckets[number - LAG])
 
@@ -295,10 +302,10 @@ class BucketStore:
             return
         self._finish(bucket)
         bucket.scattered = True
-        if bucket.scratch is not None:
-            self._scratch.append(bucket.scratch)
-            bucket.scratch = None
-        if self._level == 2:
+        for buffer in bucket.borrowed:
+            self._pool.give(buffer)
+        bucket.borrowed = []
+        if not self._keeps_gradients:
             bucket.gradients = None
         if self._replicas > 1:
             bucket.reducing = all_reduce_async(bucket.gradient_shard, self._replicate_group)
@@ -309,18 +316,37 @@ class BucketStore:
                 bucket.reducing.wait()
             bucket.reducing = None
 
-    def _take_scratch(self, bucket: Bucket) -> Tensor | None:
-        """Room for what a host reduce-scatter receives; kept from step to step, since fresh memory is slow."""
+    def _borrow_gradients(self, bucket: Bucket) -> None:
+        buffer = self._pool.take(bucket.numel, master_dtype(bucket.dtype), bucket.parameters.device)
+        bucket.borrowed.append(buffer)
+        bucket.gradients = buffer[: bucket.numel]
+        last = bucket.slots[-1]
+        bucket.gradients[last.offset + last.parameter.numel() :].zero_()
+
+    def _borrow_scratch(self, bucket: Bucket) -> Tensor | None:
+        """Room for what a host receives in a reduce-scatter."""
         if bucket.parameters.device.type != "cpu":
             return None
-        largest = max(bucket.numel for bucket in self.buckets)
-        dtype = master_dtype(bucket.dtype)
-        for place, scratch in enumerate(self._scratch):
-            if scratch.dtype == dtype:
-                return self._scratch.pop(place)
-        return torch.empty(largest, dtype=dtype)
+        shard = bucket.gradient_shard
+        buffer = self._pool.take((self._ranks - 1) * shard.numel(), shard.dtype, shard.device)
+        bucket.borrowed.append(buffer)
+        return buffer
 
     # Forward.
+
+    def _before_forward(
+        self, module: nn.Module, needed: Sequence[Bucket], inside: Mapping[nn.Module, Sequence[Bucket]]
+    ) -> None:
+        """Waits for a module's own parameters, and for those of modules inside it that have never been called.
+
+        Such a module may be one that only holds parameters, for the module around it to use.
+        """
+        self._uncalled.discard(module)
+        self._wait_all(needed)
+        if self._uncalled:
+            for child, held in inside.items():
+                if child in self._uncalled:
+                    self._wait_all(held)
 
     def _wait_all(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from common.buckets import master_dtype
@@ -19,7 +20,12 @@ from common.runtime import Runtime
 
 
 class FullyShardedStore:
-    """Cuts every parameter by rows over the shard group; pieces are this rank's rows."""
+    """Cuts every parameter by rows over the shard group; pieces are this rank's rows, in the master's type.
+
+    Where that is wider than the model's type, rows are gathered in the model's and gradients summed in the master's.
+
+    Raises ValueError where trained parameters differ in dtype.
+    """
 
     def __init__(
         self,
@@ -34,13 +40,25 @@ class FullyShardedStore:
     ) -> None:
         self.waiting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         excludes = {name: excluded(name, parameter) for name, parameter in model.named_parameters()}
+        dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+        if len(dtypes) != 1:
+            raise ValueError(f"level 3 needs trained parameters of one dtype, not {sorted(map(str, dtypes))}")
+        (self._dtype,) = dtypes
+        wide = master_dtype(self._dtype)
         for parameter in model.parameters():
-            broadcast(parameter.data, 0, runtime.group())
+            for group in (runtime.group(*shard_axes), runtime.group(*replicate_axes)):
+                if dist.get_world_size(group) > 1:
+                    broadcast(parameter.data, dist.get_global_rank(group, 0), group)
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(wide)
+        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+        if wide != self._dtype:
+            policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=wide, cast_forward_inputs=False)
         mesh = _mesh(runtime, shard_axes, replicate_axes)
         frozen = {parameter for parameter in model.parameters() if not parameter.requires_grad}
         for unit in _units(model) if units is None else units:
-            fully_shard(unit, mesh=mesh, ignored_params=frozen)
-        root = fully_shard(model, mesh=mesh, ignored_params=frozen)
+            fully_shard(unit, mesh=mesh, ignored_params=frozen, mp_policy=policy)
+        root = fully_shard(model, mesh=mesh, ignored_params=frozen, mp_policy=policy)
         assert isinstance(root, FSDPModule)
         self._root = root
         for module in model.modules():
@@ -48,6 +66,8 @@ class FullyShardedStore:
                 # Sums, as the bucket store does; a mean is a factor of the update.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+                # Ranks may differ in which parameters a step used; without this they would reduce different lists.
+                module.set_reduce_scatter_unused_params(True)
         rank, ranks = runtime.axis_rank(*shard_axes), runtime.axis_size(*shard_axes)
         self._parameters: list[nn.Parameter] = []
         self.groups: list[list[Piece]] = []
@@ -66,20 +86,16 @@ class FullyShardedStore:
             self._root.set_requires_gradient_sync(True)
 
     def finish_gradients(self) -> None:
-        """Takes the reduced gradients from the parameters."""
+        """Hands the reduced gradients to the pieces."""
         for parameter, (piece,) in zip(self._parameters, self.groups, strict=True):
             if parameter.grad is None:
-                piece.grad.zero_()
+                piece.grad = torch.zeros_like(piece.master)
             else:
-                piece.grad.copy_(_local(parameter.grad).reshape(-1))
+                piece.grad = _local(parameter.grad).reshape(-1)
             parameter.grad = None
 
     def publish(self, group: int) -> None:
-        """Puts updated rows back where they are kept in another type than the masters'."""
-        (piece,) = self.groups[group]
-        rows = _local(self._parameters[group].data).view(-1)
-        if rows.data_ptr() != piece.master.data_ptr():
-            rows.copy_(piece.master)
+        """Nothing to send: masters are the rows that are gathered where they are used."""
 
     def wait_parameters(self) -> None:
         """Nothing to wait for: parameters are gathered where they are used."""
@@ -89,7 +105,7 @@ class FullyShardedStore:
         full = {}
         for parameter, (piece,) in zip(self._parameters, self.groups, strict=True):
             assert isinstance(parameter.data, DTensor)
-            full[piece.name] = parameter.data.full_tensor()
+            full[piece.name] = parameter.data.full_tensor().to(self._dtype)
         return full
 
 
@@ -117,19 +133,16 @@ def _local(tensor: Tensor) -> Tensor:
 def _piece(
     name: str, index: int, parameter: nn.Parameter, rank: int, ranks: int, excluded: bool, slots: Sequence[str]
 ) -> Piece:
-    rows = _local(parameter.data)
-    flat = rows.view(-1)
-    dtype = master_dtype(parameter.dtype)
-    master = flat if flat.dtype == dtype else flat.to(dtype)
+    master = _local(parameter.data).view(-1)
     # torch.chunk's rule: all ranks but the last ones hold ceil(rows / ranks) rows.
     size = -(-parameter.shape[0] // ranks) * (parameter.numel() // max(parameter.shape[0], 1))
     return Piece(
         name=name,
         index=index,
-        start=min(rank * size, parameter.numel() - flat.numel()),
+        start=min(rank * size, parameter.numel() - master.numel()),
         shape=parameter.shape,
         excluded=excluded,
         master=master,
-        grad=torch.zeros_like(master),
+        grad=master.new_empty(0),  # set by finish_gradients
         slots={slot: torch.zeros_like(master) for slot in slots},
     )

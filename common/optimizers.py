@@ -7,15 +7,17 @@ updated. In between the caller sums what `prepare` returned over the ranks that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-CPU_BLOCK = 1 << 16
-"""Elements that a chain of operations works through together on a CPU: what it touches stays in the cache."""
+BLOCK = {"cpu": 1 << 16}
+"""Elements that LAMB works through together, by device: on a CPU what a block touches stays in the cache."""
+OTHER_BLOCK = 1 << 24
+"""The same where the device is not named: enough to fill an accelerator, and a buffer of only 64 MB."""
 
 
 @dataclass
@@ -57,7 +59,7 @@ class UpdateRule(Protocol):
 
 
 @dataclass
-class AdamW:
+class AdamW(UpdateRule):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019), as torch.optim.AdamW computes it."""
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -70,37 +72,14 @@ class AdamW:
 
     def apply(self, pieces: Sequence[Piece], lr: float, sums: Tensor | None) -> None:
         for excluded in (False, True):
-            chosen = [piece for piece in pieces if piece.excluded == excluded and piece.master.numel()]
-            if not chosen:
-                continue
-            master = chosen[0].master
-            step = torch.tensor(float(self._step), device=master.device)
-            grads = [piece.grad for piece in chosen]
-            divisor = None
-            if master.dtype == torch.float32:
-                divisor = self._scale.reciprocal().to(master.device, torch.float32)
-            else:  # the fused kernel knows its divisor as a float only
-                torch._foreach_mul_(grads, self._scale.item())
-            torch._fused_adamw_(
-                [piece.master for piece in chosen],
-                grads,
-                [piece.slots["exp_avg"] for piece in chosen],
-                [piece.slots["exp_avg_sq"] for piece in chosen],
-                [],
-                [step] * len(chosen),
-                lr=lr,
-                beta1=self.betas[0],
-                beta2=self.betas[1],
-                weight_decay=0.0 if excluded else self.weight_decay,
-                eps=self.eps,
-                amsgrad=False,
-                maximize=False,
-                grad_scale=divisor,
-            )
+            chosen = [_part(piece) for piece in pieces if piece.excluded == excluded and piece.master.numel()]
+            if chosen:
+                adam = _FusedAdam(chosen[0].master, self._scale, self._step, self.betas, self.eps)
+                adam([part.master for part in chosen], chosen, lr, 0.0 if excluded else self.weight_decay)
 
 
 @dataclass
-class LAMB:
+class LAMB(UpdateRule):
     """Layer-wise adaptive moments (You et al. 2020), as MLPerf's BERT uses it.
 
     With bias correction; the decay is part of the update; a tensor's step is scaled by |weights| / |update| (1 where
@@ -115,29 +94,23 @@ class LAMB:
 
     def prepare(self, pieces: Sequence[Piece], parameters: int, scale: Tensor, step: int) -> Tensor:
         """Leaves the update's direction in `grad`; returns [2, parameters], squared norms of weights and directions."""
-        beta1, beta2 = self.betas
-        correction1, correction2 = 1 - beta1**step, 1 - beta2**step
         squares = torch.zeros(2, parameters, dtype=torch.float64, device=scale.device)
-        factor = scale.item() if scale.device.type == "cpu" else scale
-        for block in _blocks(pieces):
-            grads, weights = [piece.grad for piece in block], [piece.master for piece in block]
-            first, second = ([piece.slots[name] for piece in block] for name in self.slots)
-            torch._foreach_mul_(grads, factor)
-            torch._foreach_lerp_(first, grads, 1 - beta1)
-            torch._foreach_mul_(second, beta2)
-            torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
-            root = torch._foreach_sqrt(second)
-            torch._foreach_mul_(root, correction1 / correction2**0.5)
-            torch._foreach_add_(root, self.eps * correction1)
-            torch._foreach_copy_(grads, first)
-            torch._foreach_div_(grads, root)
-            if self.weight_decay and not block[0].excluded:
-                torch._foreach_add_(grads, weights, alpha=self.weight_decay)
-            if not block[0].excluded:
-                places = torch.tensor([piece.index for piece in block], device=squares.device)
-                for row, tensors in enumerate((weights, grads)):
-                    norms = torch.stack(torch._foreach_norm(tensors)).double()
-                    squares[row].index_add_(0, places, norms.square_())
+        for dtype in dict.fromkeys(piece.master.dtype for piece in pieces):
+            same = [piece for piece in pieces if piece.master.dtype == dtype and piece.master.numel()]
+            if not same:
+                continue
+            adam = _FusedAdam(same[0].master, scale, step, self.betas, self.eps)
+            limit = BLOCK.get(same[0].master.device.type, OTHER_BLOCK)
+            buffer = same[0].master.new_empty(min(2 * limit, sum(piece.master.numel() for piece in same)))
+            for excluded in (False, True):
+                for block in _blocks([piece for piece in same if piece.excluded == excluded], limit):
+                    directions = self._direct(block, adam, buffer)
+                    torch._foreach_copy_([part.grad for part in block], directions)
+                    if not excluded:
+                        places = torch.tensor([part.number for part in block], device=squares.device)
+                        for row, tensors in enumerate(([part.master for part in block], directions)):
+                            norms = torch.stack(torch._foreach_norm(tensors)).double()
+                            squares[row].index_add_(0, places, norms.square_())
         return squares
 
     def apply(self, pieces: Sequence[Piece], lr: float, sums: Tensor | None) -> None:
@@ -152,31 +125,86 @@ class LAMB:
                 ratio = -lr if piece.excluded else (ratios[piece.index] * -lr).to(piece.grad.dtype)
                 piece.master.add_(piece.grad.mul_(ratio))
 
+    def _direct(self, block: Sequence[_Part], adam: _FusedAdam, buffer: Tensor) -> list[Tensor]:
+        """The direction of the update, by part, in `buffer`; brings the moments up to date.
 
-def _blocks(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Pieces alike in `excluded`; on a CPU cut and gathered to blocks of about CPU_BLOCK elements."""
-    for excluded in (False, True):
-        chosen = [piece for piece in pieces if piece.excluded == excluded and piece.master.numel()]
-        if chosen and chosen[0].master.device.type != "cpu":
-            yield chosen
-            continue
-        block: list[Piece] = []
-        size = 0
-        for piece in chosen:
-            for first in range(0, piece.master.numel(), CPU_BLOCK):
-                part = _cut(piece, slice(first, first + CPU_BLOCK))
-                block.append(part)
-                size += part.master.numel()
-                if size >= CPU_BLOCK:
-                    yield block
-                    block, size = [], 0
-        if block:
-            yield block
+        A step of Adam with rate -1, begun where the decay points, adds Adam's direction to it in one pass.
+        """
+        sizes = [part.master.numel() for part in block]
+        directions = list(buffer[: sum(sizes)].split(sizes))
+        for direction, part in zip(directions, block, strict=True):
+            if part.excluded:
+                direction.zero_()
+            else:
+                torch.mul(part.master, self.weight_decay, out=direction)
+        adam(directions, block, lr=-1.0, weight_decay=0.0)
+        return directions
 
 
-def _cut(piece: Piece, where: slice) -> Piece:
-    cut: Callable[[Tensor], Tensor] = lambda tensor: tensor[where]  # noqa: E731
-    slots = {name: cut(tensor) for name, tensor in piece.slots.items()}
-    return Piece(
-        piece.name, piece.index, piece.start, piece.shape, piece.excluded, cut(piece.master), cut(piece.grad), slots
-    )
+class _Part(NamedTuple):
+    """Some elements of a piece."""
+
+    number: int
+    """Index of the parameter."""
+    excluded: bool
+    master: Tensor
+    grad: Tensor
+    first: Tensor
+    second: Tensor
+
+
+def _part(piece: Piece) -> _Part:
+    first, second = piece.slots["exp_avg"], piece.slots["exp_avg_sq"]
+    return _Part(piece.index, piece.excluded, piece.master, piece.grad, first, second)
+
+
+class _FusedAdam:
+    """Step number `step` of Adam with gradients `grad * scale`, on tensors of the dtype and device of `like`."""
+
+    def __init__(self, like: Tensor, scale: Tensor, step: int, betas: tuple[float, float], eps: float) -> None:
+        self._betas, self._eps = betas, eps
+        self._count = torch.tensor(float(step), device=like.device)
+        self._divisor: Tensor | None = None
+        self._factor = 1.0
+        if like.dtype != torch.float32:  # the fused kernel knows its divisor in fp32 only
+            self._factor = scale.item()
+        elif like.device.type != "cpu" or scale.item() != 1.0:
+            self._divisor = scale.reciprocal().to(torch.float32)
+
+    def __call__(self, weights: list[Tensor], parts: Sequence[_Part], lr: float, weight_decay: float) -> None:
+        """Updates `weights` and the moments of `parts`; leaves the gradients scaled."""
+        grads = [part.grad for part in parts]
+        if self._factor != 1.0:
+            torch._foreach_mul_(grads, self._factor)
+        torch._fused_adamw_(
+            weights,
+            grads,
+            [part.first for part in parts],
+            [part.second for part in parts],
+            [],
+            [self._count] * len(parts),
+            lr=lr,
+            beta1=self._betas[0],
+            beta2=self._betas[1],
+            weight_decay=weight_decay,
+            eps=self._eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=self._divisor,
+        )
+
+
+def _blocks(pieces: Sequence[Piece], limit: int) -> Iterator[list[_Part]]:
+    """Pieces cut to parts of at most `limit` elements, gathered to blocks of less than twice that."""
+    block: list[_Part] = []
+    size = 0
+    for piece in pieces:
+        number, excluded, *tensors = _part(piece)
+        for parts in zip(*(tensor.split(limit) for tensor in tensors), strict=True):
+            block.append(_Part(number, excluded, *parts))
+            size += parts[0].numel()
+            if size >= limit:
+                yield block
+                block, size = [], 0
+    if block:
+        yield block

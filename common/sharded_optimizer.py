@@ -49,10 +49,15 @@ class ShardedOptimizer:
         takes the entries of the model's ModuleLists.
 
     Made by all ranks together; parameters take the values of the first. Frozen parameters stay out; a parameter without
-    a gradient in a step counts as one with gradient zero (at level 3 it has to be without one on all ranks, since
-    `fully_shard` reduces what each rank has). The order of sums is fixed, so a run repeats bit by bit.
+    a gradient in a step, on some ranks or all, counts as one with gradient zero. At level 3 the ranks have to call the
+    same units, since a unit's parameters are gathered where it is called. The order of sums is fixed, so a run repeats
+    bit by bit.
 
-    Raises ValueError for a level, size or reduction that is not known, or where nothing is to be trained.
+    A module's forward waits for its own parameters, and for those of modules inside it that have never been called;
+    whoever reads parameters outside of forward calls `wait_parameters` first.
+
+    Raises ValueError for a level, size or reduction that is not known, or where nothing is to be trained; at level 3
+    where trained parameters differ in dtype.
     """
 
     def __init__(

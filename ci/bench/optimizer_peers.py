@@ -147,7 +147,8 @@ class ForeachLamb:
         """One update; overwrites the gradients with the update's direction."""
         self._step += 1
         correction1, correction2 = (1 - beta**self._step for beta in BETAS)
-        weights, grads = self._parameters, [p.grad for p in self._parameters]
+        weights: list[Tensor] = list(self._parameters)
+        grads = [p.grad for p in self._parameters if p.grad is not None]
         torch._foreach_lerp_(self._first, grads, 1 - BETAS[0])
         torch._foreach_mul_(self._second, BETAS[1])
         torch._foreach_addcmul_(self._second, grads, grads, 1 - BETAS[1])

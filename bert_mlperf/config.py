@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,7 +71,7 @@ class OptimizerConfig:
     """Global gradient norm is cut to this before the update; 0 leaves it."""
     warmup_steps: int = 0
     start_warmup_step: int = 0
-    """Steps by which the warm-up is offset."""
+    """Steps by which the warm-up is offset; negative ones begin in the middle of it, as published entries do."""
     training_steps: int = 6_700
     """The learning rate reaches 0 here; training ends here at the latest."""
 
@@ -78,9 +79,10 @@ class OptimizerConfig:
         check(0 < self.learning_rate < 10, f"optimizer.learning_rate={self.learning_rate} is not in (0, 10)")
         for name in ("beta1", "beta2"):
             check(0 <= getattr(self, name) < 1, f"optimizer.{name}={getattr(self, name)} is not in [0, 1)")
-        check(self.epsilon > 0, f"optimizer.epsilon={self.epsilon} is not positive; use for example 1e-6")
-        for name in ("weight_decay", "clip_norm", "warmup_steps", "start_warmup_step"):
-            check(getattr(self, name) >= 0, f"optimizer.{name}={getattr(self, name)} is negative; use 0 or more")
+        check(0 < self.epsilon < 1, f"optimizer.epsilon={self.epsilon} is not in (0, 1); use for example 1e-6")
+        for name in ("weight_decay", "clip_norm", "warmup_steps"):
+            value = getattr(self, name)
+            check(0 <= value < math.inf, f"optimizer.{name}={value} is negative or infinite; use 0 or more")
         check(self.training_steps >= 1, f"optimizer.training_steps={self.training_steps} is below 1")
         check(
             self.warmup_steps < self.training_steps,
@@ -106,7 +108,7 @@ class LayoutConfig:
     def validate(self) -> None:
         check(self.dp_shard >= 0, f"layout.dp_shard={self.dp_shard} is negative; use 0 for all ranks")
         check(self.dp_replicate >= 1, f"layout.dp_replicate={self.dp_replicate} is below 1; use 1 for one copy")
-        check(self.bucket_mb > 0, f"layout.bucket_mb={self.bucket_mb} is not positive; 25 is a good size")
+        check(0 < self.bucket_mb < math.inf, f"layout.bucket_mb={self.bucket_mb} is no size; 25 is a good one")
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,8 @@ class BertTrainConfig:
     def validate(self) -> None:
         check(self.global_batch >= 1, f"global_batch={self.global_batch} is below 1; use a positive number")
         check(self.micro_batch >= 1, f"micro_batch={self.micro_batch} is below 1; use a positive number")
-        check(self.loss_scale > 0, f"loss_scale={self.loss_scale} is not positive; 4096 is a good start")
+        check(0 < self.loss_scale < math.inf, f"loss_scale={self.loss_scale} is no scale; 4096 is a good start")
+        check(self.run_dir != Path(), "run_dir is empty; give the run a folder of its own")
         check(0 < self.target_accuracy <= 1, f"target_accuracy={self.target_accuracy} is not in (0, 1]")
         check(self.max_steps >= 0, f"max_steps={self.max_steps} is negative; use 0 for no limit")
         check(

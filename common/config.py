@@ -52,8 +52,14 @@ def load_config(
             f"{description}\n\n--config NAME|FILE.toml picks the values that the options below change; "
             f"presets: {names} (default: {default})."
         )
-        arguments = _arguments(cls, _read(_find(chosen.config, presets, names), cls))
-        config = _parse(cls, arguments + overrides, prog, about.strip())
+        preset = _find(chosen.config, presets, names)
+        arguments = _arguments(cls, _read(preset, cls))
+        try:
+            config = _parse(cls, arguments + overrides, prog, about.strip())
+        except ConfigError as error:
+            with contextlib.suppress(SystemExit):
+                _parse(cls, overrides, prog, about.strip())  # raises where the command line alone is to blame
+            raise ConfigError(f"{preset}: {error}") from None
         validate(config)
     return config
 
@@ -101,6 +107,8 @@ def _read(path: Path, cls: type[Any]) -> dict[str, Any]:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     _check_keys(tables, cls, path, "")
     return tables
 
@@ -118,6 +126,11 @@ def _check_keys(table: dict[str, Any], cls: type[Any], path: Path, prefix: str) 
             _check_keys(value, typing.cast(type, hints[key]), path, f"{prefix}{key}.")
         else:
             check(not isinstance(value, dict), f"{path}: {prefix}{key} is a table; it must be a value")
+            items = value if isinstance(value, list) else []
+            check(
+                not any(str(item).startswith("--") for item in items),
+                f"{path}: {prefix}{key}={value!r} holds an item that begins with --, which would be read as an option",
+            )
 
 
 def _arguments(cls: type[Any], table: dict[str, Any], prefix: str = "") -> list[str]:
@@ -162,10 +175,10 @@ def _refusing(prog: str) -> Iterator[None]:
 
 
 def refuse(prog: str, error: Exception) -> typing.NoReturn:
-    """Prints what is wrong, once for the whole job, and ends the process with status 2."""
-    if int(os.environ.get("RANK", 0)) == 0:
+    """Prints what is wrong, once on each node, and ends the process with status 2."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"{prog}: {error}", file=sys.stderr, flush=True)
     else:
-        # The launcher ends the job when its first rank ends; rank 0 is to have spoken by then.
+        # The launcher ends the job when its first rank ends; the one that speaks is to have spoken by then.
         time.sleep(2.0)
     raise SystemExit(2)

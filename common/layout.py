@@ -71,13 +71,19 @@ class ParallelLayout:
         return position
 
     def rank(self, **coordinates: int) -> int:
-        """The rank at these coordinates; axes left out are at 0."""
+        """The rank at these coordinates; axes left out are at 0.
+
+        Raises ValueError where an axis is unknown or a coordinate outside it.
+        """
         unknown = set(coordinates) - set(AXES)
         if unknown:
             raise ValueError(f"unknown axis {sorted(unknown)[0]!r}; axes are {', '.join(AXES)}")
         rank, stride = 0, 1
         for axis, size in self.sizes().items():
-            rank += coordinates.get(axis, 0) * stride
+            position = coordinates.get(axis, 0)
+            if not 0 <= position < size:
+                raise ValueError(f"{axis}={position} is outside the axis of {size} ranks (0..{size - 1})")
+            rank += position * stride
             stride *= size
         return rank
 

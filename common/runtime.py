@@ -56,14 +56,14 @@ class Runtime:
 
         Raises ConfigError where the layout does not fit the number of ranks or the device is not there.
         """
-        rank = int(os.environ.get("RANK", 0)) if rank is None else rank
-        world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
+        if rank is None or world_size is None:
+            rank, world_size = _launched()
         layout = layout or ParallelLayout(dp_shard=world_size)
         layout.check_world(world_size)
         chosen = _choose_device(device)
         backend = "nccl" if chosen.type == "cuda" else "gloo"
         if store is None and "MASTER_ADDR" not in os.environ:
-            store = dist.HashStore()
+            store = dist.HashStore()  # one rank by itself
         timeout = datetime.timedelta(seconds=timeout_s)
         if store is None:
             dist.init_process_group(backend, timeout=timeout)
@@ -86,6 +86,7 @@ class Runtime:
 
         Groups are made at the first call, by all ranks together, and kept.
         """
+        axes = tuple(sorted(axes))
         if axes not in self._groups:
             lists = self.layout.groups(*axes)
             if not axes or len(lists) == 1:
@@ -140,8 +141,26 @@ class Runtime:
             traceback.print_exception(kind, error, trace)
             sys.stderr.flush()
             sys.stdout.flush()
-            os._exit(1)
+            os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
         self.stop()
+
+
+def _launched() -> tuple[int, int]:
+    """(rank, world size) as torchrun says them; (0, 1) without it."""
+    numbers = {}
+    for name, alone in (("RANK", 0), ("WORLD_SIZE", 1)):
+        text = os.environ.get(name, str(alone))
+        if not text.isdigit():
+            raise ConfigError(f"{name}={text!r} is no number; start the ranks with torchrun")
+        numbers[name] = int(text)
+    if "MASTER_ADDR" in os.environ and not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        raise ConfigError("MASTER_ADDR is set but RANK or WORLD_SIZE is not; start the ranks with torchrun")
+    if "MASTER_ADDR" not in os.environ and numbers["WORLD_SIZE"] > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={numbers['WORLD_SIZE']} without MASTER_ADDR, so the ranks cannot meet; start them with "
+            "torchrun"
+        )
+    return numbers["RANK"], numbers["WORLD_SIZE"]
 
 
 def _choose_device(device: str) -> torch.device:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import itertools
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -35,6 +38,7 @@ class RankPool:
         self.size = size
         self._folder = tempfile.TemporaryDirectory(prefix="rank_pool_")
         self._runs = itertools.count()
+        self._closed = False
         self._ranks: list[tuple[Any, Connection]] = []
 
     def run(
@@ -56,15 +60,23 @@ class RankPool:
         """
         if not 1 <= world_size <= self.size:
             raise ValueError(f"world_size={world_size} does not fit a pool of {self.size} ranks")
+        if self._closed:
+            raise ValueError("the pool is closed; make a new one")
         self._grow(world_size)
         store = Path(self._folder.name) / f"store_{next(self._runs)}"
         job = (world_size, str(store), layout, seed, timeout_s, function, arguments)
-        for _, connection in self._ranks[:world_size]:
-            connection.send(job)
-        return self._collect(world_size, timeout_s)
+        try:
+            for _, connection in self._ranks[:world_size]:
+                connection.send(job)
+            return self._collect(world_size, timeout_s)
+        except BaseException:
+            # Whatever went wrong, no answer of this job may be taken for one of the next.
+            self._end()
+            raise
 
     def close(self) -> None:
         """Ends the processes and removes what the pool wrote."""
+        self._closed = True
         self._end()
         self._folder.cleanup()
 
@@ -74,7 +86,7 @@ class RankPool:
         context = mp.get_context("spawn")
         while len(self._ranks) < world_size:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, len(self._ranks)), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, len(self._ranks), self._folder.name), daemon=True)
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
@@ -98,13 +110,24 @@ class RankPool:
             if failures:  # the others wait for a rank that is gone; those that fail by themselves may say so
                 deadline = min(deadline, time.monotonic() + 0.5)
         if failures or waiting:
-            self._end()
             # A rank that lost its peer reports a connection error; the one that broke first says why.
-            failures.update({rank: f"not done after {timeout_s} s" for rank in waiting.values() if not failures})
+            if not failures:
+                failures = {
+                    rank: f"not done after {timeout_s} s; it was in\n{self._where(rank)}" for rank in waiting.values()
+                }
             raise RankFailure(
                 "\n".join(f"--- rank {rank} of {world_size} ---\n{text}" for rank, text in failures.items())
             )
         return [results[rank] for rank in range(world_size)]
+
+    def _where(self, rank: int) -> str:
+        """The stack of a rank that hangs."""
+        pid = self._ranks[rank][0].pid
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.2)
+        path = Path(self._folder.name) / f"stack_{pid}"
+        return path.read_text() if path.exists() else "(no stack)"
 
     def _end(self) -> None:
         for process, connection in self._ranks:
@@ -115,8 +138,10 @@ class RankPool:
         self._ranks = []
 
 
-def _serve(connection: Connection, rank: int) -> None:
+def _serve(connection: Connection, rank: int, folder: str) -> None:
     """Body of a rank process: runs jobs until the pool closes the pipe."""
+    stack = (Path(folder) / f"stack_{os.getpid()}").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stack)
     os.environ.pop("MASTER_ADDR", None)
     torch.set_num_threads(1)
     torch.multiprocessing.set_sharing_strategy("file_system")
@@ -127,6 +152,7 @@ def _serve(connection: Connection, rank: int) -> None:
             return
         try:
             torch.manual_seed(seed)
+            torch.set_default_dtype(torch.float32)  # whatever the job before left
             runtime = Runtime.start(
                 layout,
                 device="cpu",

@@ -13,7 +13,9 @@ HERE = Path(__file__).parent
 
 def main() -> int:
     """Runs the named benchmarks, or all; the status is non-zero where one of them failed."""
-    names = sorted(path.stem for path in HERE.glob("*.py") if "def main(" in path.read_text() and path.stem != "__main__")
+    names = sorted(
+        path.stem for path in HERE.glob("*.py") if "def main(" in path.read_text() and path.stem != "__main__"
+    )
     parser = argparse.ArgumentParser(prog="python -m ci.bench", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one or more of: {', '.join(names)}; default: all")
     chosen = parser.parse_args().names or names

@@ -75,7 +75,8 @@ def test_bad_input_is_refused_with_status_2(load, argv, complaint, capsys):
         ("steps = ", "not valid TOML"),
         ("optimizer = 3", "must be a table"),
         ("[steps]\nmany = 1", "must be a value"),
-        ("steps = 1.5", "1.5"),
+        ("[optimizer]\nbetas = ['--steps=3', '1']", "begins with --"),
+        ("steps = 1.5", "bad.toml"),
     ],
 )
 def test_bad_presets_are_refused_with_status_2(load, tmp_path, text, complaint, capsys):

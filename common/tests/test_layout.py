@@ -42,5 +42,7 @@ def test_a_layout_that_does_not_fit_the_job_says_what_to_change():
 def test_unknown_axes_and_ranks_are_named():
     with pytest.raises(ValueError, match="unknown axis 'dp'"):
         ParallelLayout().groups("dp")
+    with pytest.raises(ValueError, match="tp=5 is outside the axis of 2 ranks"):
+        ParallelLayout(tp=2).rank(tp=5)
     with pytest.raises(ValueError, match="rank 4 is outside"):
         ParallelLayout(tp=4).coordinates(4)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from common.layout import ParallelLayout
-from common.testing import RankFailure
+from common.testing import RankFailure, RankPool
 
 
 def _sums(runtime):
@@ -65,9 +65,65 @@ def test_the_pool_shows_the_failing_ranks_own_traceback_and_recovers(ranks):
 
 
 def test_the_pool_ends_a_job_that_hangs(ranks):
-    with pytest.raises(RankFailure, match=r"rank 0 of 1(.|\n)*not done after 0.5 s"):
+    with pytest.raises(RankFailure, match=r"rank 0 of 1(.|\n)*not done after 0.5 s(.|\n)*in _hang"):
         ranks.run(1, _hang, timeout_s=0.5)
     assert ranks.run(2, _rank) == [0, 1]
+
+
+class _Unreadable:
+    def __reduce__(self):
+        return _no_such_object, ()
+
+
+def _no_such_object():
+    raise RuntimeError("cannot be read back")
+
+
+def _unreadable(runtime):
+    return _Unreadable()
+
+
+def test_an_answer_that_cannot_be_read_is_not_taken_for_the_next_ones(ranks):
+    with pytest.raises(RuntimeError, match="cannot be read back"):
+        ranks.run(2, _unreadable)
+    assert ranks.run(2, _rank) == [0, 1]
+
+
+def _double(runtime):
+    torch.set_default_dtype(torch.float64)
+
+
+def _default_dtype(runtime):
+    return torch.zeros(1).dtype
+
+
+def test_a_job_leaves_no_default_dtype_behind(ranks):
+    ranks.run(1, _double)
+    assert ranks.run(1, _default_dtype) == [torch.float32]
+
+
+def test_a_closed_pool_says_so():
+    pool = RankPool(1)
+    pool.close()
+    with pytest.raises(ValueError, match="the pool is closed"):
+        pool.run(1, _rank)
+
+
+def test_an_incomplete_launch_is_refused_at_once():
+    script = "from common.runtime import Runtime; Runtime.start(device='cpu')"
+    for environment, complaint in (
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 without MASTER_ADDR"),
+        ({"MASTER_ADDR": "localhost"}, "MASTER_ADDR is set but RANK"),
+        ({"RANK": "x"}, "RANK='x' is no number"),
+    ):
+        job = subprocess.run(
+            [sys.executable, "-c", script],
+            env={"PATH": "", "OMP_NUM_THREADS": "1", **environment},
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        assert job.returncode != 0 and complaint in job.stderr
 
 
 def test_more_ranks_than_the_pool_has_are_refused(ranks):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 
 PIECE_BYTES = 1 << 20
 """Text that one task of the preparation works through; decides nothing but the cut, and is the same everywhere."""
-SENTENCE_END = re.compile(r"""(?<=[.!?])["'\u201d\u2019)\]]*\s+(?=["'\u201c\u2018(\[]*[A-Z0-9])""")
+SENTENCE_END = re.compile(r"""[.!?]["'\u201d\u2019)\]]*(?=\s+["'\u201c\u2018(\[]*[A-Z0-9])""")
 
 
 class TextError(ValueError):
@@ -111,7 +112,9 @@ def read_documents(span: Span) -> Iterator[list[str]]:
 
 def split_sentences(paragraph: str) -> list[str]:
     """Sentences of a paragraph: cut after . ! ? (and closing quotes) where a capital or digit follows."""
-    return [sentence for part in SENTENCE_END.split(paragraph) if (sentence := " ".join(part.split()))]
+    ends = [0, *(match.end() for match in SENTENCE_END.finditer(paragraph)), len(paragraph)]
+    parts = (paragraph[start:end] for start, end in itertools.pairwise(ends))
+    return [sentence for part in parts if (sentence := " ".join(part.split()))]
 
 
 def _documents(text: str, path: str) -> Iterator[list[str]]:

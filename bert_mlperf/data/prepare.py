@@ -153,7 +153,7 @@ def _claim(options: PrepareOptions, pieces: list[list[Span]]) -> dict[str, Any] 
 def _plan(options: PrepareOptions, pieces: list[list[Span]]) -> dict[str, Any]:
     """All that decides the result: options, vocabulary, and the input by name, size and time of change."""
     settings = asdict(options)
-    for key in ("input", "output", "processes", "restart", "vocab"):
+    for key in ("input", "output", "processes", "restart", "vocab", "on_bad_file"):
         settings.pop(key)
     files = sorted({span.path for piece in pieces for span in piece})
     stats = [(path, (found := Path(path).stat()).st_size, found.st_mtime_ns) for path in files]

@@ -24,10 +24,10 @@ from test_shards import make
 
 ROOT = Path(__file__).parent.parent.parent
 BASE = [
-    "--config", "smoke", "--model.layers", "2", "--model.hidden", "16", "--model.ffn", "32", "--model.vocab-size", "1000",
-    "--global-batch", "12", "--micro-batch", "3", "--precision", "fp64", "--optimizer.training-steps", "6",
-    "--optimizer.warmup-steps", "1", "--eval-every-samples", "24", "--log.measure-peak", "False", "--data.eval-batch", "7",
-    "--device", "cpu",
+    "--config", "smoke", "--model.layers", "2", "--model.hidden", "16", "--model.ffn", "32",
+    "--model.vocab-size", "1000", "--global-batch", "12", "--micro-batch", "3", "--precision", "fp64",
+    "--optimizer.training-steps", "6", "--optimizer.warmup-steps", "1", "--eval-every-samples", "24",
+    "--log.measure-peak", "False", "--data.eval-batch", "7", "--device", "cpu",
 ]  # fmt: skip
 
 

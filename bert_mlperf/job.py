@@ -26,7 +26,7 @@ from common.config import ConfigError, to_dict
 from common.data import read_once_per_node
 from common.runtime import Runtime
 from common.sharded_optimizer import ShardedOptimizer
-from common.telemetry import Lines, Section, Series, Telemetry, Text, measure_matmul_peak, read_log
+from common.telemetry import Telemetry, measure_matmul_peak
 
 PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -193,29 +193,6 @@ def telemetry_of(job: Job) -> Telemetry:
         log_every=config.log.every_steps,
         trace_steps=config.log.trace_steps or None,
     )
-
-
-def report_sections(job: Job, telemetry: Telemetry) -> list[Section]:
-    """The parts of the report that only BERT has; rank 0's, but all ranks call it."""
-    telemetry.flush()
-    if not job.runtime.is_main:
-        return []
-    steps = read_log(job.config.run_dir).steps
-    numbers = [step["step"] for step in steps]
-    balance = Lines(
-        "Busiest rank over the mean",
-        "step",
-        "ratio",
-        [
-            Series(label, numbers, [step["metrics"][name] for step in steps], smooth=True)
-            for label, name in (("tokens", "token_imbalance"), ("modelled cost", "cost_imbalance"))
-        ],
-    )
-    text = (
-        "The samples of a step are dealt to the ranks by what they cost, so that nobody waits: 1.02 means that the "
-        "other ranks wait 2 % of the time. Dealing changes who computes a sample, never which samples make a step."
-    )
-    return [Section("Length exchange", [Text(text), balance])]
 
 
 def mlperf_log(config: BertTrainConfig, runtime: Runtime) -> MlperfLog:

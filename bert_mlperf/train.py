@@ -27,7 +27,6 @@ from bert_mlperf.job import (
     hyperparameters,
     mlperf_log,
     open_data,
-    report_sections,
     save,
     set_up,
     telemetry_of,
@@ -93,7 +92,7 @@ def train(config: BertTrainConfig, runtime: Runtime) -> Progress:
                     save(job, loader.state_dict())
                     checkpointer.wait()
             export(job)
-            telemetry.write_report(report_sections(job, telemetry))
+            telemetry.write_report()
     return job.progress
 
 
@@ -179,6 +178,9 @@ def record(job: Job, telemetry: Telemetry, step: Step, losses: Tensor, rate: flo
     lengths = [length for batch in step.micro_batches for length in batch.lengths]
     masked = sum(len(batch.masked_index) for batch in step.micro_batches)
     mlm, nsp, correct = losses.unbind()
+    scaling = {}
+    if job.loss_scale.dynamic:
+        scaling = {"loss_scale": job.loss_scale.scale, "skipped_steps": progress.step - progress.updates}
     telemetry.step(
         step=progress.step,
         samples=len(lengths),
@@ -187,10 +189,8 @@ def record(job: Job, telemetry: Telemetry, step: Step, losses: Tensor, rate: flo
         metrics={
             "learning_rate": rate,
             "grad_norm": result.grad_norm,
-            "loss_scale": job.loss_scale.scale,
-            "skipped_steps": progress.step - progress.updates,
-            "token_imbalance": step.token_imbalance,
             "cost_imbalance": step.cost_imbalance,
+            **scaling,
         },
         averages={
             "mlm_loss": (mlm, masked),

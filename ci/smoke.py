@@ -49,12 +49,12 @@ def bert(folder: Path) -> None:
            "--max-predictions", 10, "--shards", 4, "--heldout-shards", 1)  # fmt: skip
     options = ["--config", "smoke", "--data.train", shards / "train", "--data.heldout", shards / "heldout",
                "--run-dir", run]  # fmt: skip
-    command("bert_mlperf/launch/local.sh", *options, "--max-steps", 6, "--checkpoint.every-steps", 3)
-    # A target that any guess reaches, so that the resumed run ends as a scored one does.
-    command("bert_mlperf/launch/local.sh", *options, "--target-accuracy", 1e-9)
+    command("bert_mlperf/launch/local.sh", *options, "--max-steps", 3, "--checkpoint.every-steps", 2)
+    # A target that a little learning reaches, so that the resumed run is scored.
+    command("bert_mlperf/launch/local.sh", *options, "--target-accuracy", 0.04)
     python("bert_mlperf.score", run, "--check")
     steps = [json.loads(line).get("step") for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert max(step for step in steps if step) >= 12, f"the resumed run ended at step {steps[-1]}"
+    assert max(step for step in steps if step) > 3, "the resumed run went no step further"
     assert (run / "report.html").stat().st_size > 10_000, "the report is empty"
 
 

@@ -135,7 +135,7 @@ def _claim(options: PrepareOptions, pieces: list[list[Span]]) -> dict[str, Any] 
             return found if path.name == STATISTICS else None
         if not options.restart:
             before, now = found.get("plan", {}), plan
-            changed = sorted(key for key in now if before.get(key) != now[key])
+            changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
             raise TextError(
                 f"{output} holds a preparation with another {', '.join(changed)}; pass --restart True to replace it, "
                 "or give another --output"

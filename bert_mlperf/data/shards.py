@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -20,7 +21,7 @@ KEYS = ("input_ids", "segment_ids", "masked_lm_positions", "masked_lm_ids", "nex
 SUFFIXES = (".hdf5", ".h5")
 CHUNK = 4096
 """Rows of a fixed-length shard in memory at a time."""
-WRITTEN_AS = {
+WRITTEN_AS: dict[str, type[np.signedinteger[Any]]] = {
     "input_ids": np.int16,
     "segment_ids": np.int8,
     "masked_lm_positions": np.int16,
@@ -128,7 +129,7 @@ def write_shard(path: Path, samples: Samples) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with h5py.File(partial, "w") as file:
-            ragged = {
+            ragged: dict[str, tuple[NDArray[Any], NDArray[np.int32]]] = {
                 "input_ids": (samples.tokens, samples.lengths),
                 "segment_ids": (samples.segments, samples.lengths),
                 "masked_lm_positions": (samples.masked_positions, samples.masked_counts),
@@ -136,7 +137,7 @@ def write_shard(path: Path, samples: Samples) -> None:
             }
             for key, (values, counts) in ragged.items():
                 narrow = np.dtype(WRITTEN_AS[key])
-                dtype = narrow if values.max(initial=0) <= np.iinfo(narrow).max else np.dtype(np.int32)
+                dtype = narrow if values.max(initial=0) <= int(np.iinfo(WRITTEN_AS[key]).max) else np.dtype(np.int32)
                 rows = np.empty(len(counts), dtype=object)
                 rows[:] = np.split(values.astype(dtype), np.cumsum(counts)[:-1])[: len(counts)]
                 file.create_dataset(key, data=rows, dtype=h5py.vlen_dtype(dtype))

@@ -45,11 +45,11 @@ class _CrossEntropy(torch.autograd.Function):
             x, counts = hidden[rows], labels[rows] != IGNORED
             label = torch.where(counts, labels[rows], 0)[:, None]
             logits = (x @ weight.mT).to(wide)  # [chunk, vocab]
-            best, place = logits.max(dim=1, keepdim=True)
+            best = logits.amax(dim=1, keepdim=True)
             picked = logits.gather(1, label)
             softmax = torch.softmax(logits, dim=1, out=logits)
             # log(sum(exp(logits))) from the largest, whose softmax is at least 1 / vocab and so keeps its digits.
-            normalizer = best - softmax.gather(1, place).log()
+            normalizer = best - softmax.amax(dim=1, keepdim=True).log()
             loss += ((normalizer - picked)[:, 0] * counts).sum()
             if dhidden is None:
                 continue

@@ -270,14 +270,20 @@ class Gpt(nn.Module):
 
         Raises ValueError where training drops out without a key.
         """
+        assert self.embedding is not None and self.head is not None, "a part of a model runs by its own modules"
+        sequences = self.sequences(batch, key)
+        x = self.run_layers(self.embedding(batch.tokens(), sequences), sequences)
+        return self.head(x, batch.labels.reshape(-1), self.tied_weight())
+
+    def sequences(self, batch: TokenBatch, key: DropoutKey | None) -> Sequences:
+        """What the layers have to know of a batch.
+
+        Raises ValueError where training drops out without a key.
+        """
         config = self.config
         if self.training and key is None and (config.dropout or config.attention_dropout):
             raise ValueError("dropout is on in training mode: pass DropoutKey(seed, step), or set dropout to 0")
-        dtype = next(self.parameters()).dtype
-        sequences = Sequences.of(config, batch, key if self.training else None, dtype)
-        assert self.embedding is not None and self.head is not None, "a part of a model runs by embed, run and loss"
-        x = self.run_layers(self.embedding(batch.tokens(), sequences), sequences)
-        return self.head(x, batch.labels.reshape(-1), self.tied_weight())
+        return Sequences.of(config, batch, key if self.training else None, next(self.parameters()).dtype)
 
     def run_layers(self, x: Tensor, sequences: Sequences) -> Tensor:
         """The layers that are here, [tokens, hidden] -> same, recomputed as the config says."""

@@ -89,7 +89,8 @@ class TensorBundle:
     def read(self, name: str) -> Tensor:
         """The tensor of that name, its checksum verified.
 
-        Raises WeightsError where there is none, its type or slices are not read here, or its bytes are not those that were written.
+        Raises WeightsError where there is none, its type or slices are not read here, or its bytes are not those that
+        were written.
         """
         entry = self.entries.get(name)
         if entry is None:

@@ -1,4 +1,4 @@
-"""`python -m ci.bench.bert`: real tokens a second, share of the matmul peak, and weak scaling of the BERT training step.
+"""`python -m ci.bench.bert`: real tokens a second, share of the matmul peak and weak scaling of BERT's training step.
 
 Three questions, each answered in one run of interleaved rounds on the same samples:
 
@@ -118,11 +118,8 @@ class Padded:
             hidden_dropout_prob=shape.dropout,
             attention_probs_dropout_prob=shape.attention_dropout,
         )
-        self.model = DistributedDataParallel(
-            transformers.BertForPreTraining(described).train(),
-            process_group=runtime.group(),
-            find_unused_parameters=False,
-        )
+        model = transformers.BertForPreTraining(described).train()
+        self.model = DistributedDataParallel(model, process_group=runtime.group())
         self.optimizer = ForeachLamb(self.model)
 
     def step(self, samples: Samples, number: int) -> None:
@@ -210,10 +207,11 @@ def main() -> int:
     shares = [f / t / p for f, t, p in zip(rows["flops"], rows["alone"], rows["peak"], strict=True)]
     scaling = [2 * alone / both for alone, both in zip(rows["alone"], rows["ours"], strict=True)]
     print(
-        f"{options.shape}, {SEQUENCES} sequences a rank, medians of {options.rounds} interleaved rounds, one thread a rank"
+        f"{options.shape}, {SEQUENCES} sequences and one thread a rank, medians of {options.rounds} interleaved rounds"
     )
     print(
-        f"one rank: {median(shares):.0%} of the matmul rate measured beside it ({median(rows['peak']) / 1e9:.0f} GFLOP/s)"
+        f"one rank: {median(shares):.0%} of the matmul rate measured beside it "
+        f"({median(rows['peak']) / 1e9:.0f} GFLOP/s)"
     )
     print(f"two ranks: {median(rates):,.0f} real tokens/s, step {median(rows['ours']):.2f} s")
     if rows["padded"]:

@@ -57,7 +57,7 @@ def main() -> int:
     return 0
 
 
-def launch(hosts: Hosts, ranks_per_host: int) -> dict:  # type: ignore[type-arg]
+def launch(hosts: Hosts, ranks_per_host: int) -> dict:
     """Starts the ranks of every host; returns what rank 0 measured."""
     world_size = hosts.count * ranks_per_host
     jobs = []

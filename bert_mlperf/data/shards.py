@@ -105,16 +105,21 @@ def count_samples(path: Path) -> int:
 def read_shard(path: Path, vocab_size: int) -> Samples:
     """All samples of a shard of either form.
 
-    Raises ShardError where the file cannot be read, lacks a dataset, or holds values that no model could use: ids
-    outside [0, vocab_size), an empty sequence, masked places outside their sequence, datasets of different lengths.
+    Raises ShardError where the file cannot be read, lacks a dataset, holds no sample, or holds values that no model
+    could use: ids outside [0, vocab_size), an empty sequence, masked places outside their sequence, segments and
+    next-sentence labels other than 0 and 1, datasets of different lengths.
     """
     with _open(path) as file:
         counts = {key: len(file[key]) for key in KEYS}
         if len(set(counts.values())) > 1:
             raise ShardError(f"{path}: datasets differ in samples ({counts}); prepare the shard again")
+        if not counts["input_ids"]:
+            raise ShardError(f"{path}: holds no sample; remove it, or prepare the data again with fewer shards")
+        if "packed_input_len" in file:
+            raise ShardError(f"{path}: holds packed sequences; give the shards they were packed from")
         try:
             variable = h5py.check_vlen_dtype(file["input_ids"].dtype) is not None
-            samples = _read_variable(file) if variable else _read_fixed(file, path)
+            samples = _read_variable(file, path) if variable else _read_fixed(file, path)
         except OSError as error:
             raise ShardError(f"{path}: cannot be read ({error}); copy or prepare it again") from error
     _check(samples, path, vocab_size)
@@ -164,10 +169,16 @@ def _open(path: Path) -> h5py.File:
     return file
 
 
-def _read_variable(file: h5py.File) -> Samples:
+def _read_variable(file: h5py.File, path: Path) -> Samples:
     """A variable-length dataset is read in one call (row by row it would take a call to the library for each)."""
     tokens, lengths = _ragged(file["input_ids"])
-    segments, _ = _ragged(file["segment_ids"])
+    segments, segment_counts = _ragged(file["segment_ids"])
+    if not np.array_equal(lengths, segment_counts):
+        sample = int((lengths != segment_counts).argmax())
+        raise ShardError(
+            f"{path}: sample {sample}: {lengths[sample]} tokens but {segment_counts[sample]} segment ids; "
+            "prepare the shard again"
+        )
     positions, counts = _ragged(file["masked_lm_positions"])
     ids, id_counts = _ragged(file["masked_lm_ids"])
     if not np.array_equal(counts, id_counts):
@@ -177,20 +188,20 @@ def _read_variable(file: h5py.File) -> Samples:
         ids = ids[_places(id_counts, np.arange(len(counts)), kept)]
         counts = kept
     return Samples(
-        tokens.astype(np.int32),
-        segments.astype(np.uint8),
+        _narrow(tokens, np.int32, "input_ids", path),
+        _narrow(segments, np.uint8, "segment_ids", path),
         lengths,
-        positions.astype(np.int32),
-        ids.astype(np.int32),
+        _narrow(positions, np.int32, "masked_lm_positions", path),
+        _narrow(ids, np.int32, "masked_lm_ids", path),
         counts,
-        file["next_sentence_labels"][:].reshape(-1).astype(np.uint8),
+        _narrow(file["next_sentence_labels"][:].reshape(-1), np.uint8, "next_sentence_labels", path),
     )
 
 
-def _ragged(dataset: h5py.Dataset) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+def _ragged(dataset: h5py.Dataset) -> tuple[NDArray[Any], NDArray[np.int32]]:
     rows = dataset[:]
     counts = np.fromiter((len(row) for row in rows), dtype=np.int32, count=len(rows))
-    return (np.concatenate(list(rows)) if len(rows) else np.empty(0)).astype(np.int64), counts
+    return np.concatenate(list(rows)), counts
 
 
 def _read_fixed(file: h5py.File, path: Path) -> Samples:
@@ -201,21 +212,39 @@ def _read_fixed(file: h5py.File, path: Path) -> Samples:
     for first in range(0, len(file["input_ids"]), CHUNK):
         rows = slice(first, first + CHUNK)
         mask = file["input_mask"][rows] != 0
-        ids = file["masked_lm_ids"][rows]
+        lengths = mask.sum(axis=1)
+        gaps = (mask.argmin(axis=1) < lengths) & (lengths < mask.shape[1])
+        if gaps.any():
+            raise ShardError(
+                f"{path}: sample {first + int(gaps.argmax())}: input_mask has a gap, but padding follows the tokens; "
+                "prepare the shard again"
+            )
         # Unused places are padded with position 0, where [CLS] stands and nothing is ever predicted.
-        used = file["masked_lm_positions"][rows] != 0
+        positions = file["masked_lm_positions"][rows]
+        used = positions != 0
         parts.append(
             Samples(
-                file["input_ids"][rows][mask].astype(np.int32),
-                file["segment_ids"][rows][mask].astype(np.uint8),
-                mask.sum(axis=1).astype(np.int32),
-                file["masked_lm_positions"][rows][used].astype(np.int32),
-                ids[used].astype(np.int32),
+                _narrow(file["input_ids"][rows][mask], np.int32, "input_ids", path),
+                _narrow(file["segment_ids"][rows][mask], np.uint8, "segment_ids", path),
+                lengths.astype(np.int32),
+                _narrow(positions[used], np.int32, "masked_lm_positions", path),
+                _narrow(file["masked_lm_ids"][rows][used], np.int32, "masked_lm_ids", path),
                 used.sum(axis=1).astype(np.int32),
-                file["next_sentence_labels"][rows].reshape(-1).astype(np.uint8),
+                _narrow(file["next_sentence_labels"][rows].reshape(-1), np.uint8, "next_sentence_labels", path),
             )
         )
     return Samples.concat(parts)
+
+
+def _narrow(values: NDArray[Any], dtype: type[np.integer[Any]], key: str, path: Path) -> NDArray[Any]:
+    """The values in a narrower type; an error, and not other values, where they do not fit."""
+    highest = 1 if dtype is np.uint8 else int(np.iinfo(dtype).max)
+    if values.dtype.kind not in "iu":
+        raise ShardError(f"{path}: {key} holds {values.dtype}, not whole numbers; prepare the shard again")
+    for value in (values.min(initial=0), values.max(initial=0)):
+        if not -1 < value <= highest:
+            raise ShardError(f"{path}: {key} holds {value}; it must be in 0..{highest}; prepare the shard again")
+    return values.astype(dtype)
 
 
 def _places(
@@ -229,6 +258,8 @@ def _places(
 
 
 def _check(samples: Samples, path: Path, vocab_size: int) -> None:
+    """Upper bounds of what the samples hold; `_narrow` has seen to the lower ones."""
+
     def refuse(what: str, values: NDArray[np.integer], counts: NDArray[np.int32], bad: NDArray[np.bool_]) -> None:
         if bad.any():
             place = int(bad.argmax())
@@ -237,16 +268,11 @@ def _check(samples: Samples, path: Path, vocab_size: int) -> None:
 
     ones = np.ones(len(samples), dtype=np.int32)
     refuse("has a length of", samples.lengths, ones, samples.lengths < 1)
-    if len(samples.segments) != len(samples.tokens):
-        raise ShardError(
-            f"{path}: {len(samples.tokens)} tokens but {len(samples.segments)} segment ids; prepare it again"
-        )
     for name, values, counts in (
         ("token id", samples.tokens, samples.lengths),
         ("masked id", samples.masked_ids, samples.masked_counts),
     ):
         rule = f"{name} outside the vocabulary of {vocab_size}:"
-        refuse(rule, values, counts, (values < 0) | (values >= vocab_size))
-    limits = np.repeat(samples.lengths, samples.masked_counts)
-    outside = (samples.masked_positions < 0) | (samples.masked_positions >= limits)
+        refuse(rule, values, counts, values >= vocab_size)
+    outside = samples.masked_positions >= np.repeat(samples.lengths, samples.masked_counts)
     refuse("masked position outside its sequence:", samples.masked_positions, samples.masked_counts, outside)

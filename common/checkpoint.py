@@ -186,8 +186,8 @@ class Checkpointer:
             self._together(lambda: self._publish(partial, path, manifest | {"files": hashes}))
         except BaseException as error:
             self._error = error if isinstance(error, CheckpointError) else CheckpointError(f"step {step}: {error}")
-            if self._runtime.is_main:
-                shutil.rmtree(partial, ignore_errors=True)
+            # All ranks came here together, so that nobody says so before the leftovers are gone.
+            self._together(lambda: shutil.rmtree(partial, ignore_errors=True) if self._runtime.is_main else None)
 
     def _write_pieces(self, partial: Path, pieces: dict[str, FlatShard]) -> None:
         writer = dcp.FileSystemWriter(partial, sync_files=True, overwrite=True)

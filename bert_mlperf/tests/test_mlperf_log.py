@@ -17,7 +17,7 @@ from mlperf_logging import compliance_checker
 from bert_mlperf.mlperf_log import Hyperparameters, MlperfLog, next_result
 from bert_mlperf.mlperf_rules import evaluation_interval, samples_at_evaluation, tensor_names
 from bert_mlperf.score.checks import check_compliance
-from bert_mlperf.weights.names import parts
+from bert_mlperf.weights.names import pieces
 from common.config import ConfigError
 
 CLOSED = Hyperparameters(
@@ -143,7 +143,7 @@ def test_our_tensors_are_the_checkers(logs, tmp_path):
     assert checked.returncode == 1 and "initialized_tensors" in checked.stderr
     assert len(tensor_names(3)) == 14 + 16 * 3
     for layers in (3, 24):
-        assert tensor_names(layers) == [part.tf1 for part in parts(layers)], "what is logged is not what is loaded"
+        assert tensor_names(layers) == [piece.tf1 for piece in pieces(layers)], "what is logged is not what is loaded"
     with pytest.raises(ConfigError, match="layers=0"):
         tensor_names(0)
 

@@ -108,8 +108,8 @@ def rotation(config: GptConfig, positions: Tensor, dtype: torch.dtype) -> tuple[
 
 
 def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """Turns the pairs (i, i + head_dim / 2) of x, [samples, heads, length, head_dim] (Su et al. 2021, section 3.2)."""
-    cos, sin = turn
+    """Turns the pairs (i, i + head_dim / 2) of x, [samples, length, heads, head_dim] (Su et al. 2021, section 3.2)."""
+    cos, sin = (part[:, None] for part in turn)  # [length, 1, head_dim / 2]
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
@@ -121,14 +121,15 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, seeds: Tensor | None, p: f
     at place keys - queries + i. seeds: [samples, heads, queries] of `row_seeds`, None without dropout; p: dropout.
     """
     group = q.shape[1] // k.shape[1]
-    if group > 1:  # [samples, kv_heads, ...] -> [samples, heads, ...]
+    grouped = group > 1 and q.is_cuda and seeds is None  # the kernel knows groups
+    if group > 1 and not grouped:  # [samples, kv_heads, ...] -> [samples, heads, ...]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     queries, places = q.shape[2], k.shape[2]
     if seeds is None:
         if queries == places or queries == 1:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=queries > 1)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=queries > 1, enable_gqa=grouped)
         allowed = torch.ones(queries, places, dtype=torch.bool, device=q.device).tril(places - queries)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=grouped)
     hidden = torch.ones(queries, places, dtype=torch.bool, device=q.device).triu(places - queries + 1)
     scores = (q @ k.mT) * q.shape[-1] ** -0.5  # [samples, heads, queries, keys]
     weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
@@ -158,11 +159,12 @@ class Attention(nn.Module):
         kv_heads = qkv.shape[1] // (d * (config.heads // config.key_heads + 2))
         heads = qkv.shape[1] // d - 2 * kv_heads
         q, k, v = (
-            rearrange(part, "(samples length) (heads d) -> samples heads length d", length=sequences.length, d=d)
+            rearrange(part, "(samples length) (heads d) -> samples length heads d", length=sequences.length, d=d)
             for part in qkv.split((heads * d, kv_heads * d, kv_heads * d), dim=1)
         )
         if sequences.rotation is not None:
             q, k = rotate(q, sequences.rotation), rotate(k, sequences.rotation)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # [samples, heads, length, head_dim]
         if sequences.cache is not None:
             k, v = sequences.cache.extend(self.layer, k, v)
         seeds = None

@@ -4,7 +4,10 @@ Three questions, each answered in one run of interleaved rounds on the same samp
 
 peak     one rank, one thread: useful FLOPs of a step over its time, as a share of the matmul rate measured beside it
 padded   two ranks: our step against transformers' BertForPreTraining, padded to 512, under DDP with the same update
-scaling  our step on two ranks against one, the same samples for each rank
+scaling  our step on two ranks against one, the same work for each rank
+
+All ranks get sequences of the same lengths, of different word pieces: what dealing them out costs is measured by
+`ci.bench.balance`.
 """
 
 from __future__ import annotations
@@ -44,11 +47,13 @@ SEQUENCES = 4
 PADDED_LENGTH = 512
 
 
-def lengths_of(options: argparse.Namespace, steps: int, ranks: int) -> np.ndarray[Any, Any]:
-    """Sequence lengths, [steps, ranks, SEQUENCES]: of real shards, else drawn like the corpus' (a quarter at 512, the
-    mean at 0.55 of it, measured on Wikipedia prepared as MLPerf does)."""
+def lengths_of(options: argparse.Namespace, steps: int) -> np.ndarray[Any, Any]:
+    """Sequence lengths of each rank, [steps, SEQUENCES]: of real shards, else drawn like the corpus'.
+
+    That is a quarter at 512 and the mean at 0.55 of it, measured on Wikipedia prepared as MLPerf does.
+    """
     generator = np.random.default_rng(1)
-    shape = (steps, ranks, SEQUENCES)
+    shape = (steps, SEQUENCES)
     if options.shards:
         pool = np.concatenate([read_shard(path, 2**31 - 1).lengths for path in list_shards(options.shards)])
         return generator.choice(pool, shape)
@@ -164,14 +169,14 @@ def measure(runtime: Runtime, options: argparse.Namespace) -> dict[str, Any]:
     shape = SHAPES[options.shape]
     config = replace(BertTrainConfig(), model=shape)
     rank = runtime.rank
-    lengths = lengths_of(options, options.rounds + 1, runtime.world_size)
+    lengths = lengths_of(options, options.rounds + 1)
     alone = Ours(config, runtime, alone=True) if rank == 0 else None
     runs: dict[str, Ours | Padded] = {"ours": Ours(config, runtime)}
     if not options.skip_padded:
         runs["padded"] = Padded(config, runtime)
     result: dict[str, list[float]] = {name: [] for name in ("ours", "padded", "alone", "peak", "tokens", "flops")}
     for number in range(options.rounds + 1):
-        samples = make_samples(lengths[number, rank], shape.vocab_size, number)
+        samples = make_samples(lengths[number], shape.vocab_size, number * runtime.world_size + rank)
         times = {name: timed(runtime, run, samples, number) for name, run in runs.items()}
         if alone is not None:
             peak = float(measure_matmul_peak("cpu", threads=1, seconds=0.5))

@@ -8,6 +8,7 @@ function for each weight gradient instead of the gradient itself.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,15 +19,25 @@ Task = tuple[Tensor, Callable[[], Tensor]]
 
 
 class WeightGradients:
-    """The queue of one stage. While `deferring`, layers `add` to it; `take` hands over what has come together."""
+    """The queue of one stage: layers `add` to it in backward, and while it is `deferring`, `take` hands that over.
+
+    A layer that has a queue must not give its weight to autograd: a parameter whose gradient is None for now still has
+    its hooks called, and they would take the gradient for complete. It gives `anchor` in the weight's place, so that
+    backward comes by even where the input needs no gradient.
+    """
 
     def __init__(self) -> None:
         self.deferring = False
+        self.anchor = torch.zeros((), requires_grad=True)
         self._tasks: list[Task] = []
 
     def add(self, parameter: Tensor, compute: Callable[[], Tensor]) -> None:
-        """Keeps `compute`, which returns a gradient of `parameter`, for later."""
+        """Keeps `compute`, which returns a gradient of `parameter`; calls it at once where nothing is deferred."""
+        if not parameter.requires_grad:
+            return
         self._tasks.append((parameter, compute))
+        if not self.deferring:
+            run_tasks(self.take())
 
     def take(self) -> list[Task]:
         """What was added since the last call, in that order."""
@@ -46,8 +57,8 @@ def run_tasks(tasks: list[Task]) -> None:
 def defer_weight_gradients(module: nn.Module) -> WeightGradients:
     """Makes the linear layers inside `module` able to defer, and returns their queue.
 
-    Those are `nn.Linear` and every module with an attribute `weight_gradients` (None until now), which says that its
-    backward asks the queue. A weight that two modules share is left alone: part of its gradient would arrive with the
+    Those are `nn.Linear` and every module with an attribute `weight_gradients` (None until now), which says that it
+    uses the queue. A weight that two modules share is left alone: part of its gradient would arrive with the
     input gradients, part later, and whoever counts arrivals would take it for complete too early.
     """
     queue = WeightGradients()
@@ -74,32 +85,25 @@ class _DeferringForward:
     def __call__(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return F.linear(x, self._linear.weight, self._linear.bias)
-        return _Linear.apply(x, self._linear.weight, self._linear.bias, self._queue)
+        return _Linear.apply(x, self._queue.anchor, self._linear.bias, self._linear, self._queue)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[no-untyped-def]
-        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightGradients
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor, bias: Tensor | None, linear: nn.Linear, queue: WeightGradients
     ) -> Tensor:
+        # The weight itself must not be an argument: autograd would take every tensor that is one for its own.
+        weight = linear.weight.detach()
         ctx.save_for_backward(x, weight)
-        ctx.queue = queue
+        ctx.parameter, ctx.queue = linear.weight, queue
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         # [..., out] -> [tokens, out]
         flat = grad.reshape(-1, grad.shape[-1])
-        dweight = None
-        if needs_weight and ctx.queue.deferring:
-            ctx.queue.add(weight, lambda: flat.mT @ x.reshape(-1, x.shape[-1]))
-        elif needs_weight:
-            dweight = flat.mT @ x.reshape(-1, x.shape[-1])
-        return (
-            grad @ weight if needs_x else None,
-            dweight,
-            flat.sum(dim=0) if needs_bias else None,
-            None,
-        )
+        ctx.queue.add(ctx.parameter, lambda: flat.mT @ x.reshape(-1, x.shape[-1]))
+        needs_x, _, needs_bias, *_ = ctx.needs_input_grad
+        return grad @ weight if needs_x else None, None, flat.sum(dim=0) if needs_bias else None, None, None

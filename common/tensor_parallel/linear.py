@@ -53,7 +53,7 @@ class ColumnParallelLinear(nn.Module):
         return {"weight": Placement(0, self.sections), "bias": Placement(0, self.sections)}
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Column.apply(x, self.weight, self.bias, self.tp, self.weight_gradients)
+        return _apply(_Column, self, x)
 
 
 class RowParallelLinear(nn.Module):
@@ -88,7 +88,7 @@ class RowParallelLinear(nn.Module):
         }
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Row.apply(x, self.weight, self.bias, self.tp, self.weight_gradients)
+        return _apply(_Row, self, x)
 
 
 def qkv_sections(heads: int, kv_heads: int, head_dim: int, tp: int) -> tuple[int, int, int]:
@@ -113,19 +113,29 @@ def _check_divides(tp: TensorParallel, size: int, what: str) -> None:
         raise ConfigError(f"tp={tp.size} does not divide the {size} {what}; use a tp that does")
 
 
+def _apply(
+    function: type[torch.autograd.Function], layer: ColumnParallelLinear | RowParallelLinear, x: Tensor
+) -> Tensor:
+    queue = layer.weight_gradients if torch.is_grad_enabled() else None
+    seen = layer.weight if queue is None else queue.anchor
+    out: Tensor = function.apply(x, seen, layer.bias, layer, queue)
+    return out
+
+
 class _Column(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor,
+        seen: Tensor,
         bias: Tensor | None,
-        tp: TensorParallel,
+        layer: ColumnParallelLinear | RowParallelLinear,
         queue: WeightGradients | None,
     ) -> Tensor:
+        weight, tp = layer.weight.detach(), layer.tp
         # Only the own rows are kept; backward gathers again (Korthikanti et al. 2022, end of section 4.2.2).
         ctx.save_for_backward(x, weight)
-        ctx.tp, ctx.queue = tp, queue
+        ctx.parameter, ctx.tp, ctx.queue = layer.weight, tp, queue
         if bias is not None and not tp.sequence_parallel:
             return torch.addmm(bias, x, weight.mT)
         out = times(tp.gather(x), weight)
@@ -136,16 +146,16 @@ class _Column(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         tp, queue = ctx.tp, ctx.queue
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        later = queue is not None and queue.deferring
-        gather = tp.gather(x) if needs_weight and not later else None
+        gather = tp.gather(x) if needs_weight and queue is None else None
         dx = tp.sum_async(grad @ weight) if needs_x else None
         dweight = None
         if gather is not None:
             dweight = _weight_gradient(grad, gather)
-        elif needs_weight:
-            queue.add(weight, lambda: _weight_gradient(grad, tp.gather(x)))
         dbias = grad.sum(dim=0) if needs_bias else None
-        return None if dx is None else dx(), dweight, dbias, None, None
+        done = None if dx is None else dx()
+        if queue is not None:
+            queue.add(ctx.parameter, lambda: _weight_gradient(grad, tp.gather(x)))
+        return done, dweight, dbias, None, None
 
 
 class _Row(torch.autograd.Function):
@@ -153,13 +163,14 @@ class _Row(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor,
+        seen: Tensor,
         bias: Tensor | None,
-        tp: TensorParallel,
+        layer: ColumnParallelLinear | RowParallelLinear,
         queue: WeightGradients | None,
     ) -> Tensor:
+        weight, tp = layer.weight.detach(), layer.tp
         ctx.save_for_backward(x, weight)
-        ctx.tp, ctx.queue = tp, queue
+        ctx.parameter, ctx.tp, ctx.queue = layer.weight, tp, queue
         if tp.size == 1:
             return torch.addmm(bias, x, weight.mT) if bias is not None else x @ weight.mT
         out = tp.matmul_sum(x, weight)
@@ -175,8 +186,8 @@ class _Row(torch.autograd.Function):
         dx = times(gather, weight.mT) if needs_x else None
         whole = gather.wait()
         dweight = None
-        if needs_weight and ctx.queue is not None and ctx.queue.deferring:
-            ctx.queue.add(weight, lambda: whole.mT @ x)
+        if ctx.queue is not None:
+            ctx.queue.add(ctx.parameter, lambda: whole.mT @ x)
         elif needs_weight:
             dweight = whole.mT @ x
         return dx, dweight, dbias, None, None

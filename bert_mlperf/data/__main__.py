@@ -11,11 +11,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from bert_mlperf.data.corpus import Corpus, FetchError, fetch
-from bert_mlperf.data.documents import TextError
-from bert_mlperf.data.prepare import PrepareOptions, prepare, read_vocabulary
+from bert_mlperf.data.corpus import Corpus, fetch
+from bert_mlperf.data.documents import read_entries
+from bert_mlperf.data.prepare import PrepareOptions, prepare
 from bert_mlperf.data.shards import ShardError, list_shards, read_shard
 from bert_mlperf.data.statistics import ANY_ID, summarize
+from common.packages import FetchError
+from common.text import TextError
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,10 @@ class FetchOptions:
 class InspectOptions:
     """Shows some samples of a shard, decoded, and the statistics of its folder."""
 
-    path: Path
+    path: tyro.conf.Positional[Path]
     """A shard, or a folder of shards."""
-    vocab: Path
-    """The vocabulary it was prepared with."""
+    vocab: Path | None = None
+    """The vocabulary it was prepared with; what `prepare` put beside it where left out."""
     samples: int = 3
 
 
@@ -65,7 +67,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def show(statistics: dict, output: Path) -> None:
     """Prints the statistics of a preparation."""
-    table = Table(title=f"{output}: {statistics['documents']:,} documents, {statistics['wordpieces']:,} word pieces")
+    title = f"{output}: {statistics['documents']:,} documents, {statistics['wordpieces']:,} word pieces"
+    table = Table(title=f"{title}, {statistics['unknown_share']:.2%} unknown")
     for column in ("", "samples", "tokens", "masked", "random next", "mean length", "padding avoided"):
         table.add_column(column, justify="right" if column else "left")
     for part in ("train", "heldout"):
@@ -86,17 +89,18 @@ def show(statistics: dict, output: Path) -> None:
     for lengths, count in histogram.items():
         console.print(f"{lengths:>9} {'█' * round(40 * count / most)} {count:,}", highlight=False)
     console.print(f"always guessing the commonest word piece scores {statistics['commonest_token_accuracy']:.1%}")
+    console.print(f"{statistics['wordpieces_per_core_second']:,.0f} word pieces/s a core", highlight=False)
     for path, reason in statistics["skipped_files"].items():
         console.print(f"skipped {path}: {reason}", style="yellow")
 
 
 def inspect(options: InspectOptions) -> None:
-    """Prints samples of a shard as text: [MASK] and what stood there, and the statistics of the folder."""
-    read_vocabulary(options.vocab)
-    words = options.vocab.read_text(encoding="utf-8").splitlines()
+    """Prints samples of a shard as text: [MASK] and what stood there, and the statistics of the shards."""
     paths = list_shards(options.path) if options.path.is_dir() else [options.path]
     if not paths:
-        raise ShardError(f"{options.path} holds no shard (*.hdf5, *.h5)")
+        raise ShardError(f"{options.path} holds no shard (*.hdf5, *.h5); give a shard or a folder of them")
+    vocab = options.vocab or paths[0].parent.parent / "vocab.txt"
+    words = read_entries(vocab)
     samples = read_shard(paths[0], len(words))
     for number in range(min(options.samples, len(samples))):
         one = samples.take([number])
@@ -106,9 +110,8 @@ def inspect(options: InspectOptions) -> None:
         kind = "a random sentence follows" if one.next_sentence[0] else "the next sentence follows"
         print(f"-- {paths[0].name} sample {number}: {len(pieces)} tokens, {len(one.masked_ids)} masked, {kind}")
         print(" ".join(pieces).replace(" ##", ""))
-    folder = options.path if options.path.is_dir() else options.path.parent
-    longest = max(int(read_shard(path, ANY_ID).lengths.max(initial=1)) for path in paths)
-    for key, value in summarize(folder, longest).items():
+    longest = max(int(read_shard(path, ANY_ID).lengths.max()) for path in paths)
+    for key, value in summarize(paths, longest).items():
         if key != "labels":
             print(f"{key}: {value}")
 

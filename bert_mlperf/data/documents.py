@@ -1,112 +1,97 @@
-"""Raw text -> documents of sentences: plain text, or what WikiExtractor writes."""
+"""Raw text -> documents of sentences of word pieces: plain text, or what WikiExtractor writes."""
 
 from __future__ import annotations
 
-import html
 import itertools
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-PIECE_BYTES = 1 << 20
-"""Text that one task of the preparation works through; decides nothing but the cut, and is the same everywhere."""
+from tokenizers import Tokenizer
+from tokenizers.models import WordPiece
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer
+
+from common.text import Span, TextError, read_documents
+
+Lines = Literal["paragraphs", "sentences"]
 SENTENCE_END = re.compile(r"""[.!?]["'\u201d\u2019)\]]*(?=\s+["'\u201c\u2018(\[]*[A-Z0-9])""")
-
-
-class TextError(ValueError):
-    """A text file cannot be used. Names the file, the rule and what to do."""
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+LONGEST_WORD = 200
+"""Characters; longer words are unknown, as in BERT's own tokenizer."""
 
 
 @dataclass(frozen=True)
-class Span:
-    """Part of a file that begins and ends between documents; bytes."""
+class Vocabulary:
+    """What sampling has to know of the word pieces."""
 
-    path: str
-    start: int
-    end: int
+    size: int
+    unk: int
+    cls: int
+    sep: int
+    mask: int
 
 
-def find_files(inputs: list[Path]) -> list[Path]:
-    """The files named, and all files below the folders named, by name; hidden ones are left out.
+def read_entries(path: Path) -> list[str]:
+    """The word pieces of a vocabulary file by id.
 
-    Raises TextError where a path does not exist or there is no file at all.
+    Raises TextError where it cannot be read, lacks a special one or holds one twice.
     """
-    files: list[Path] = []
-    for path in inputs:
-        if path.is_dir():
-            files += sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
-        elif path.is_file():
-            files.append(path)
-        else:
-            raise TextError(f"{path}: no such file or folder; correct --input")
-    if not files:
-        raise TextError(f"no text file in {', '.join(map(str, inputs))}; correct --input")
-    return files
+    try:
+        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TextError(f"{path}: cannot be read ({error}); give a WordPiece vocabulary, one entry a line") from error
+    entries = [line.rstrip("\r") for line in lines]
+    missing = [entry for entry in SPECIAL if entry not in entries]
+    if missing:
+        raise TextError(f"{path}: lacks {', '.join(missing)}; a BERT vocabulary holds {', '.join(SPECIAL)}")
+    if len(set(entries)) < len(entries):
+        twice = next(entry for place, entry in enumerate(entries) if entry in entries[:place])
+        raise TextError(f"{path}: holds {twice!r} twice, so its ids would shift; give the original vocabulary")
+    return entries
 
 
-def cut(files: list[Path]) -> list[list[Span]]:
-    """The files as pieces of about PIECE_BYTES: small files together, large plain ones cut between documents."""
-    pieces: list[list[Span]] = [[]]
-    size = 0
-    for path in files:
-        for span in _spans(path):
-            if size and size + span.end - span.start > PIECE_BYTES:
-                pieces.append([])
-                size = 0
-            pieces[-1].append(span)
-            size += span.end - span.start
-    return [piece for piece in pieces if piece]
+def read_vocabulary(path: Path, size: int = 0) -> Vocabulary:
+    """Size and special word pieces of a vocabulary file; size: what it must have, 0 for any.
+
+    Raises TextError as `read_entries`, and where the size is another.
+    """
+    entries = read_entries(path)
+    if size and len(entries) != size:
+        raise TextError(f"{path}: holds {len(entries)} word pieces, not vocab_size={size}; give the model's vocabulary")
+    _, unk, cls, sep, mask = (entries.index(entry) for entry in SPECIAL)
+    return Vocabulary(len(entries), unk, cls, sep, mask)
 
 
-def _spans(path: Path) -> Iterator[Span]:
-    size = path.stat().st_size
-    start = 0
-    with path.open("rb") as file:
-        while start < size:
-            end = size
-            if size - start > PIECE_BYTES:
-                end = _next_boundary(file, start + PIECE_BYTES, size)
-            yield Span(str(path), start, end)
-            start = end
+class SentenceEncoder:
+    """BERT's tokenizer: clean, split, (lower-case and strip accents,) longest pieces first (Devlin et al. 2019).
+
+    The special word pieces are never made from text: "[MASK]" in an article is a bracket, a word and a bracket.
+    """
+
+    def __init__(self, vocab: Path, *, lowercase: bool) -> None:
+        pieces = {entry: place for place, entry in enumerate(read_entries(vocab))}
+        self._tokenizer = Tokenizer(WordPiece(pieces, unk_token="[UNK]", max_input_chars_per_word=LONGEST_WORD))
+        self._tokenizer.normalizer = BertNormalizer(lowercase=lowercase)
+        self._tokenizer.pre_tokenizer = BertPreTokenizer()
+
+    def __call__(self, sentences: list[str]) -> list[list[int]]:
+        """Ids of each sentence; sentences of none are left out."""
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(sentences) if len(encoding)]
 
 
-def _next_boundary(file: object, place: int, size: int) -> int:
-    """First place at or after `place` behind a blank line, a closing </doc> or (JSON lines) a line."""
-    assert hasattr(file, "seek") and hasattr(file, "read")
-    file.seek(0)
-    head = file.read(16).lstrip()
-    mark = b"</doc>\n" if head.startswith(b"<doc") else b"\n" if head.startswith(b"{") else b"\n\n"
-    file.seek(place)
-    rest = b""
-    while True:
-        block = file.read(1 << 16)
-        if not block:
-            return size
-        rest += block
-        found = rest.find(mark)
-        if found >= 0:
-            return place + found + len(mark)
-
-
-def read_documents(span: Span) -> Iterator[list[str]]:
+def read_sentences(span: Span, lines: Lines = "paragraphs") -> Iterator[list[str]]:
     """The documents of a span, each a list of sentences; documents without a sentence are left out.
+
+    lines: whether a line of text is a paragraph, still to be split, or one sentence, as in MLPerf's own text files.
 
     Raises TextError where the bytes are no UTF-8 or a line of JSON is broken.
     """
-    with Path(span.path).open("rb") as file:
-        file.seek(span.start)
-        raw = file.read(span.end - span.start)
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise TextError(
-            f"{span.path}: byte {span.start + error.start} is no UTF-8; convert the file, or pass --on-bad-file skip"
-        ) from error
-    for paragraphs in _documents(text, span.path):
-        sentences = [sentence for paragraph in paragraphs for sentence in split_sentences(paragraph)]
-        if sentences:
+    for document in read_documents(span):
+        split = split_sentences if lines == "paragraphs" else lambda line: [line.strip()] if line.strip() else []
+        if sentences := [sentence for line in document.splitlines() for sentence in split(line)]:
             yield sentences
 
 
@@ -115,27 +100,3 @@ def split_sentences(paragraph: str) -> list[str]:
     ends = [0, *(match.end() for match in SENTENCE_END.finditer(paragraph)), len(paragraph)]
     parts = (paragraph[start:end] for start, end in itertools.pairwise(ends))
     return [sentence for part in parts if (sentence := " ".join(part.split()))]
-
-
-def _documents(text: str, path: str) -> Iterator[list[str]]:
-    head = text[:64].lstrip()
-    if head.startswith("<doc"):
-        for attributes, body in re.findall(r"<doc\b([^>]*)>\n?(.*?)</doc>", text, flags=re.S):
-            title = re.search(r'title="([^"]*)"', attributes)
-            lines = html.unescape(body).splitlines()
-            if title and lines and lines[0].strip() == html.unescape(title.group(1)).strip():
-                lines = lines[1:]  # WikiExtractor repeats the title as the first line
-            yield lines
-    elif head.startswith("{"):
-        for number, line in enumerate(text.splitlines(), start=1):
-            if not line.strip():
-                continue
-            try:
-                yield str(json.loads(line)["text"]).splitlines()
-            except (ValueError, KeyError, TypeError) as error:
-                raise TextError(
-                    f"{path}: line {number} is no JSON object with a text; prepare it again, or pass --on-bad-file skip"
-                ) from error
-    else:
-        for block in re.split(r"\n\s*\n", text):
-            yield block.splitlines()

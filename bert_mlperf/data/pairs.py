@@ -1,8 +1,8 @@
 """Documents of word pieces -> BERT's training samples: sentence pairs, and masked places to predict.
 
 As published (Devlin et al. 2019, section 3.1 and appendix A.2): half of the pairs are random, sequences fill up to the
-longest length but for a tenth that are cut to a random shorter one, 15 % of the tokens are predicted, of which 80 % are
-replaced by [MASK], 10 % by a random word piece and 10 % stay.
+longest length (in a tenth of the passes over a document to a random shorter one), 15 % of the tokens are predicted, of
+which 80 % are replaced by [MASK], 10 % by a random word piece and 10 % stay.
 """
 
 from __future__ import annotations
@@ -13,20 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bert_mlperf.data.documents import Vocabulary
 from bert_mlperf.data.shards import Samples
 
 Sentence = Sequence[int]
 Document = Sequence[Sentence]
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """What sampling has to know of the word pieces."""
-
-    size: int
-    cls: int
-    sep: int
-    mask: int
 
 
 @dataclass(frozen=True)
@@ -40,7 +31,7 @@ class PairOptions:
     masked_share: float = 0.15
     """Share of the tokens that are predicted."""
     short_share: float = 0.1
-    """Share of samples that are cut to a random shorter length."""
+    """Share of the passes over a document that aim at a random shorter length."""
 
 
 def pairs_of(

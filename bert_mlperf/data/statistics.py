@@ -16,14 +16,17 @@ ANY_ID = np.iinfo(np.int32).max
 
 def describe(output: Path, max_length: int, reports: list[dict[str, Any]]) -> dict[str, Any]:
     """Statistics of a preparation; reports: of its pieces of text."""
-    train, heldout = (summarize(output / part, max_length) for part in ("train", "heldout"))
+    train, heldout = (summarize(list_shards(output / part), max_length) for part in ("train", "heldout"))
     commonest = int(np.argmax(train["labels"])) if train["samples"] else 0
     guessed = heldout["labels"][commonest] if commonest < len(heldout["labels"]) else 0
     skipped = {path: reason for report in reports for path, reason in report["skipped"].items()}
+    wordpieces = sum(report["wordpieces"] for report in reports)
     return {
         "documents": sum(report["documents"] for report in reports),
         "heldout_documents": sum(report["heldout_documents"] for report in reports),
-        "wordpieces": sum(report["wordpieces"] for report in reports),
+        "wordpieces": wordpieces,
+        "unknown_share": sum(report["unknown"] for report in reports) / max(1, wordpieces),
+        "wordpieces_per_core_second": wordpieces / max(1e-9, sum(report["seconds"] for report in reports)),
         "skipped_files": skipped,
         "max_length": max_length,
         "commonest_token": commonest,
@@ -33,15 +36,15 @@ def describe(output: Path, max_length: int, reports: list[dict[str, Any]]) -> di
     }
 
 
-def summarize(folder: Path, max_length: int) -> dict[str, Any]:
-    """Counts over the shards of one folder; `labels` is how often each word piece is to be predicted, [vocab].
+def summarize(paths: list[Path], max_length: int) -> dict[str, Any]:
+    """Counts over shards; `labels` is how often each word piece is to be predicted, [vocab].
 
     Raises ShardError where a shard cannot be read.
     """
     lengths: list[np.ndarray[Any, Any]] = []
     labels = np.zeros(1, dtype=np.int64)
     masked = randoms = 0
-    for path in list_shards(folder):
+    for path in paths:
         samples = read_shard(path, ANY_ID)
         lengths.append(samples.lengths)
         masked += len(samples.masked_ids)

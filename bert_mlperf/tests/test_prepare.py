@@ -1,7 +1,10 @@
 """Raw text to shards: what a sample is made of, the same result however it was made, kills, and bad input."""
 
 import json
+import os
+import pickle
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -10,15 +13,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import BertWordPieceTokenizer
 
-from bert_mlperf.data import documents
 from bert_mlperf.data.__main__ import main
-from bert_mlperf.data.documents import TextError, cut, find_files, read_documents, split_sentences
-from bert_mlperf.data.pairs import PairOptions, Vocabulary, pairs_of, samples_of
+from bert_mlperf.data.documents import SentenceEncoder, Vocabulary, read_sentences, split_sentences
+from bert_mlperf.data.pairs import PairOptions, pairs_of, samples_of
 from bert_mlperf.data.prepare import PrepareOptions, prepare, read_statistics
 from bert_mlperf.data.shards import Samples, list_shards, read_shard
+from common import text
+from common.text import TextError, cut, find_files
 
 WORDS = tuple("the a king house son of and went into came unto all his day people said they water".split())  # noqa: SIM905
+NUMBERS = Vocabulary(10, 0, 1, 2, 3)
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", ",", *WORDS, "##s"]
 
 
@@ -49,7 +55,7 @@ def options(tmp_path):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Several pieces from little text; pieces are made here, workers only read the spans they are given."""
-    monkeypatch.setattr(documents, "PIECE_BYTES", 500)
+    monkeypatch.setattr(text, "PIECE_BYTES", 500)
 
 
 def contents(output):
@@ -62,17 +68,21 @@ def contents(output):
 
 def test_samples_are_bert_samples(options):
     statistics = prepare(options)
-    vocabulary = Vocabulary(len(VOCAB), 2, 3, 4)
+    vocabulary = Vocabulary(len(VOCAB), 1, 2, 3, 4)
     replaced = kept = masked = 0
     for path in list_shards(options.output / "train"):
         samples = read_shard(path, len(VOCAB))
         for n in range(len(samples)):
             one = samples.take([n])
             tokens, places = one.tokens.tolist(), one.masked_positions.tolist()
-            assert tokens[0] == vocabulary.cls and tokens[-1] == vocabulary.sep and len(tokens) <= 32
-            first = tokens.index(vocabulary.sep)
-            assert one.segments.tolist() == [0] * (first + 1) + [1] * (len(tokens) - first - 1)
-            assert tokens.count(vocabulary.sep) == 2 and first + 1 < len(tokens) - 1, "neither part is empty"
+            read = tokens.copy()  # what stood there before masking, which may put any word piece anywhere
+            for place, label in zip(places, one.masked_ids.tolist(), strict=True):
+                read[place] = label
+            assert read[0] == vocabulary.cls and read[-1] == vocabulary.sep and len(read) <= 32
+            first = read.index(vocabulary.sep)
+            assert one.segments.tolist() == [0] * (first + 1) + [1] * (len(read) - first - 1)
+            assert read.count(vocabulary.sep) == 2 and 1 < first < len(read) - 2, "neither part is empty"
+            assert vocabulary.mask not in read
             assert places == sorted(set(places)) and not {0, first, len(tokens) - 1} & set(places)
             assert len(places) == min(4, max(1, round(0.15 * len(tokens))))
             for place, label in zip(places, one.masked_ids.tolist(), strict=True):
@@ -115,8 +125,9 @@ def test_heldout_documents_are_in_no_training_sample(options):
     """Each document is made of a word of its own, so a leak shows."""
     for path in options.input[0].iterdir():
         path.unlink()
-    text = "\n\n".join(" ".join(f"{word.capitalize()} {word}." for _ in range(30)) for word in WORDS)
-    (options.input[0] / "a.txt").write_text(text)
+    document = [" ".join(f"{word.capitalize()} {word}." for _ in range(30)) for word in WORDS]
+    (options.input[0] / "a.txt").write_text("\n\n".join(document))
+    (options.input[0] / "b.txt").write_text("\n\n".join(reversed(document)))  # copies must not leak either
     prepare(options)
     seen = {}
     for part in ("train", "heldout"):
@@ -140,7 +151,7 @@ def test_a_large_file_is_cut_between_documents(options, small_pieces):
     path = options.input[0] / "0.txt"
     spans = [span for piece in cut([path]) for span in piece]
     assert len(spans) > 1 and (spans[0].start, spans[-1].end) == (0, path.stat().st_size)
-    found = [sentences for span in spans for sentences in read_documents(span)]
+    found = [sentences for span in spans for sentences in read_sentences(span)]
     assert found == [split_sentences(block) for block in path.read_text().split("\n\n")]
 
 
@@ -152,7 +163,7 @@ def test_wikiextractor_output_gives_the_same_documents(tmp_path):
         "".join(f'<doc id="{n}" url="u" title="T {n}">\nT {n}\n\n{text}\n</doc>\n' for n, text in enumerate(texts))
     )
     lines.write_text("".join(json.dumps({"id": n, "text": text}) + "\n" for n, text in enumerate(texts)))
-    read = lambda path: [d for piece in cut([path]) for span in piece for d in read_documents(span)]  # noqa: E731
+    read = lambda path: [d for piece in cut([path]) for span in piece for d in read_sentences(span)]  # noqa: E731
     assert read(plain) == read(tagged) == read(lines) and len(read(plain)) == 3
 
 
@@ -164,37 +175,104 @@ def test_sentences():
     ]  # fmt: skip
 
 
-def test_killed_and_started_again_goes_on(options, small_pieces, tmp_path):
-    """Killed for real, several times, at growing delays; the result is that of an undisturbed run."""
-    prepare(replace(options, output=tmp_path / "whole"))
-    script = (
-        "import sys, pickle; from bert_mlperf.data import documents; documents.PIECE_BYTES = 500;"
-        "from bert_mlperf.data.prepare import prepare; prepare(pickle.loads(bytes.fromhex(sys.argv[1])))"
-    )
-    import pickle
-
+def start(options, tmp_path, processes, killed_before=""):
+    """Prepares in a process group of its own, which kills itself where it would rename a file to that name."""
     path = tmp_path / "main.py"  # a file, since worker processes import what started them
-    path.write_text(script.replace("; prepare(", "\nif __name__ == '__main__':\n    prepare("))
-    command = [sys.executable, str(path), pickle.dumps(options).hex()]
-    for delay in (0.8, 1.2, 1.6, 2.0):
-        job = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
-        time.sleep(delay)
-        subprocess.run(["kill", "-9", "--", f"-{job.pid}"], check=False)
-        job.wait()
-    prepare(options)
-    assert contents(options.output) == contents(tmp_path / "whole")
+    path.write_text(
+        "import fnmatch, os, pathlib, pickle, signal, sys\n"
+        "from common import text\n"
+        "text.PIECE_BYTES = 500\n"
+        "from bert_mlperf.data.prepare import prepare\n"
+        "rename = pathlib.Path.replace\n"
+        "def replace(self, target):\n"
+        "    if fnmatch.fnmatch(target.name, sys.argv[2]):\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return rename(self, target)\n"
+        "if __name__ == '__main__':\n"
+        "    pathlib.Path.replace = replace\n"
+        "    prepare(pickle.loads(bytes.fromhex(sys.argv[1])))\n"
+    )
+    job = pickle.dumps(replace(options, processes=processes)).hex()
+    command = [sys.executable, str(path), job, killed_before]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
 
 
-def test_finished_pieces_are_checked_and_damaged_ones_made_again(options, small_pieces):
-    prepare(options)
-    once = contents(options.output)
-    statistics = read_statistics(options.output)
-    prepare(options)  # nothing to do
-    assert read_statistics(options.output) == statistics
+def wait_for(pattern, folder, seconds=60):
+    end = time.monotonic() + seconds
+    while not list(folder.glob(pattern)):
+        assert time.monotonic() < end, f"no {pattern} in {folder}"
+        time.sleep(0.002)
+
+
+def test_killed_and_started_again_goes_on(options, small_pieces, tmp_path):
+    """Killed for real in both passes; what was finished is kept, and the result is that of an undisturbed run."""
+    prepare(replace(options, output=tmp_path / "whole"))
+    for name in ("piece_000004.bin", "train_00001*", "statistics.json"):
+        assert start(options, tmp_path, processes=1, killed_before=name).wait() == -signal.SIGKILL
+        assert read_statistics(options.output) is None
+    assert len(list_shards(options.output / "train")) == options.shards
     list_shards(options.output / "train")[0].unlink()
-    (options.output / "statistics.json").rename(options.output / "gone.json")
+    kept = {path: path.stat().st_mtime_ns for path in options.output.glob(".pieces/piece_*.bin")}
+    assert kept
+    damaged = sorted(kept)[0]
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    seen = {}
+    describe = prepare.__globals__["describe"]
+
+    def look(*arguments):
+        seen.update({path: path.stat().st_mtime_ns for path in kept})
+        return describe(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(prepare.__globals__, "describe", look)
+        prepare(options)
+    assert {path for path in kept if seen[path] != kept[path]} == {damaged}, "whole pieces are kept, others made again"
+    assert contents(options.output) == contents(tmp_path / "whole")
+    assert list(options.output.rglob(".*")) == [], "half-written files are cleared away"
+
+
+def test_workers_end_with_a_killed_parent_and_the_folder_is_free_again(options, small_pieces, tmp_path):
+    job = start(options, tmp_path, processes=2)
+    wait_for(".pieces/plan.json", options.output)
+    with pytest.raises(TextError, match="another process prepares in"):
+        prepare(options)
+    wait_for(".pieces/piece_*.json", options.output)
+    job.kill()  # the parent alone
+    job.wait()
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        try:
+            os.killpg(job.pid, 0)
+        except ProcessLookupError:
+            break
+        time.sleep(0.05)
+    else:
+        os.killpg(job.pid, signal.SIGKILL)
+        pytest.fail("workers outlived the process that started them")
+    assert prepare(options)["train"]["samples"] > 0
+
+
+def test_a_finished_preparation_is_left_alone_or_mended(options, small_pieces):
+    prepare(options)
+    once, statistics = contents(options.output), read_statistics(options.output)
+    times = {path: path.stat().st_mtime_ns for path in options.output.rglob("*.hdf5")}
+    prepare(options)
+    assert read_statistics(options.output) == statistics
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+    lost = list_shards(options.output / "train")[0]
+    lost.unlink()
     prepare(options)
     assert contents(options.output) == once
+    assert {path for path in times if path.stat().st_mtime_ns != times[path]} == {lost}
+
+
+def test_shards_of_unknown_origin_are_not_touched(options):
+    (options.output / "train").mkdir(parents=True)
+    (options.output / "train" / "part_00000_of_02048.hdf5").write_text("precious")
+    for restart in (False, True):
+        with pytest.raises(TextError, match=r"part_00000_of_02048\.hdf5 is of no preparation known here"):
+            prepare(replace(options, restart=restart))
+    assert (options.output / "train" / "part_00000_of_02048.hdf5").read_text() == "precious"
 
 
 def test_another_preparation_is_not_overwritten_unless_asked(options):
@@ -217,23 +295,27 @@ def test_a_file_that_is_no_utf8_is_fatal_or_skipped_by_name(options, capsys):
     statistics = prepare(replace(options, on_bad_file="skip"))
     assert list(statistics["skipped_files"]) == [str(options.input[0] / "latin.txt")]
     assert statistics["train"]["samples"] > 0
+    with pytest.raises(TextError, match=r"latin\.txt: byte 3 is no UTF-8.*an earlier run left it out"):
+        prepare(options)
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"),
+    ("content", "change", "complaint"),
     [
-        ("", "0 documents gave no training sample"),
-        ("\n\n  \n\n", "0 documents gave no training sample"),
-        ("The king came.", "1 documents gave no training sample"),
+        ("", {}, "no text file in|0 documents gave no training sample"),
+        ("\n\n  \n\n", {}, "0 documents gave no training sample"),
+        ("The king came.", {}, "1 documents gave no training sample"),
+        ("The king came. He went.\n\nHe said it. They went.", {"shards": 50}, "samples do not fill shards=50"),
+        (make_text(1, 30), {"heldout_share": 1e-9}, "0 of 1 documents are held out at heldout_share=1e-09"),
     ],
 )
-def test_too_little_text_is_said(options, text, complaint):
+def test_too_little_text_is_said(options, content, change, complaint):
     for path in options.input[0].iterdir():
         path.unlink()
-    (options.input[0] / "a.txt").write_text(text)
+    (options.input[0] / "a.txt").write_text(content)
     with pytest.raises(TextError, match=complaint):
-        prepare(replace(options, heldout_share=0.0))
-    assert list_shards(options.output / "train") == []
+        prepare(replace(options, **{"heldout_share": 0.0, **change}))
+    assert list(options.output.rglob("*.hdf5")) == [] and read_statistics(options.output) is None
 
 
 def test_one_document_trains_on_real_pairs_alone(options):
@@ -251,6 +333,7 @@ def test_one_document_trains_on_real_pairs_alone(options):
         ({"heldout_share": 1.5}, r"heldout_share=1\.5 is not in"),
         ({"duplicates": 0}, "duplicates=0 is below 1"),
         ({"pairs": PairOptions(max_length=4)}, r"max_length=4 is below 8"),
+        ({"vocab_size": 30522}, "not vocab_size=30522; give the model's vocabulary"),
     ],
 )
 def test_bad_options_are_named(options, change, complaint):
@@ -264,18 +347,62 @@ def test_a_vocabulary_without_special_pieces_is_refused(options):
         prepare(options)
 
 
+def test_a_vocabulary_with_an_entry_twice_is_refused(options):
+    options.vocab.write_text("\n".join([*VOCAB, "king"]))
+    with pytest.raises(TextError, match="holds 'king' twice"):
+        prepare(options)
+
+
+def test_output_inside_the_input_is_refused(options):
+    with pytest.raises(TextError, match="shards would be read as text"):
+        prepare(replace(options, output=options.input[0] / "out"))
+
+
+def test_word_pieces_are_those_of_berts_tokenizer(tmp_path):
+    """Accents, case, Chinese, control characters, unknown and overlong words; special pieces never come from text."""
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text("\n".join([*VOCAB, "cafe", "au", "##lait", "中", "!", "'", "mask", "[", "]", "x", "##x"]))
+    sentences = ["The café au LAIT's king!", "Houses\x00 of\t中中 kings", "x" * 90, "qqq", "  "]
+    reference = BertWordPieceTokenizer(str(vocab), lowercase=True)
+    expected = [reference.encode(sentence, add_special_tokens=False).ids for sentence in sentences]
+    encoder = SentenceEncoder(vocab, lowercase=True)
+    assert encoder(sentences) == [ids for ids in expected if ids]
+    assert [encoder([s])[0] for s in ("[MASK]", "[SEP]")] == [
+        [len(VOCAB) + 7, len(VOCAB) + 6, len(VOCAB) + 8],
+        [len(VOCAB) + 7, 1, len(VOCAB) + 8],
+    ]
+
+
+def test_a_line_can_be_one_sentence(tmp_path):
+    """As in the text files that MLPerf hands out."""
+    path = tmp_path / "part-00000-of-00500"
+    path.write_text("Mr. Lot came. He went.\nAnd so on.\n\nNew.\n")
+    span = cut([path])[0][0]
+    assert list(read_sentences(span, "sentences")) == [["Mr. Lot came. He went.", "And so on."], ["New."]]
+    assert next(read_sentences(span)) == ["Mr.", "Lot came.", "He went.", "And so on."]
+
+
+def test_heldout_pairs_draw_on_all_heldout_documents(options, monkeypatch):
+    """Pieces of one document each: no random pairs in training, where a piece keeps to itself, but here."""
+    monkeypatch.setattr(text, "PIECE_BYTES", 1)
+    pairs = PairOptions(max_length=64, max_predictions=8)
+    statistics = prepare(replace(options, heldout_share=0.5, pairs=pairs))
+    assert statistics["train"]["random_next"] == 0
+    assert 0.2 < statistics["heldout"]["random_next"] / statistics["heldout"]["samples"] < 0.8
+
+
 def test_the_command_line(options, capsys):
     arguments = ["--input", str(options.input[0]), "--output", str(options.output), "--vocab", str(options.vocab)]
     assert main(["prepare", *arguments, "--max-length", "32", "--heldout-share", "0.2", "--shards", "2"]) == 0
     assert "always guessing the commonest word piece scores" in capsys.readouterr().out
-    assert main(["inspect", "--path", str(options.output / "train"), "--vocab", str(options.vocab)]) == 0
+    assert main(["inspect", str(options.output / "train")]) == 0
     assert "[MASK]<" in capsys.readouterr().out
+    assert main(["inspect", str(list_shards(options.output / "heldout")[0]), "--vocab", "/nowhere"]) == 2
+    assert "/nowhere: cannot be read" in capsys.readouterr().err
     assert main(["prepare", *arguments, "--max-length", "2"]) == 2
     assert "max_length=2 is below 8" in capsys.readouterr().err
 
 
 def test_samples_of_no_documents():
-    assert len(samples_of([], [], PairOptions(), Vocabulary(10, 1, 2, 3), random.Random(0))) == 0
-    assert (
-        np.asarray(samples_of([[[5]]], [0], PairOptions(), Vocabulary(10, 1, 2, 3), random.Random(0)).lengths).size == 0
-    )
+    assert len(samples_of([], [], PairOptions(), NUMBERS, random.Random(0))) == 0
+    assert np.asarray(samples_of([[[5]]], [0], PairOptions(), NUMBERS, random.Random(0)).lengths).size == 0

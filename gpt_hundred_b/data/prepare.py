@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 from common.packages import write_whole
 from common.telemetry.progress import steps_shown
 from common.text import Span, TextError, cut, find_files, read_documents
+from common.workers import BusyError, alone_in, end_with_parent
 from gpt_hundred_b.data.indexed import bin_idx, token_dtype, write_index
 from gpt_hundred_b.data.tokenizer import end_of, gpt2_tokenizer, load_tokenizer, save_tokenizer, train_tokenizer
 
@@ -90,17 +91,26 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
     """
     options.check()
     pieces = cut(find_files(options.input), whole_files=options.whole_files)
-    if done := _claim(options, pieces):
+    plan = _plan(options, pieces)
+    options.output.mkdir(parents=True, exist_ok=True)
+    try:
+        with alone_in(options.output):
+            return _prepare(options, pieces, plan)
+    except BusyError as error:
+        raise TextError(str(error)) from error
+
+
+def _prepare(options: PrepareOptions, pieces: list[list[Span]], plan: dict[str, Any]) -> dict[str, Any]:
+    if done := _claim(options, plan):
         return done
     tokenizer = _tokenizer(options, pieces)
     work = options.output / PIECES
     tasks = [(number, piece) for number, piece in enumerate(pieces) if not _is_whole(_piece_path(work, number))]
     _run(options.processes, len(pieces), [(options, number, piece) for number, piece in tasks])
-    statistics = _join(options, tokenizer, len(pieces))
-    content = {"plan": _plan(options, pieces), **statistics}
-    write_whole(options.output / STATISTICS, json.dumps(content, indent=1).encode())
+    statistics = {"plan": plan, **_join(options, tokenizer, len(pieces))}
+    write_whole(options.output / STATISTICS, json.dumps(statistics, indent=1).encode())
     shutil.rmtree(work)
-    return content
+    return statistics
 
 
 def verify(folder: Path) -> None:
@@ -235,9 +245,9 @@ def _write_data(work: Path, part: str, pieces: int, data: Path) -> str:
     return digest.hexdigest()
 
 
-def _claim(options: PrepareOptions, pieces: list[list[Span]]) -> dict[str, Any] | None:
+def _claim(options: PrepareOptions, plan: dict[str, Any]) -> dict[str, Any] | None:
     """Makes the output folder this preparation's; returns its statistics where it is done already."""
-    plan, output = _plan(options, pieces), options.output
+    output = options.output
     for path in (output / STATISTICS, output / PIECES / "plan.json"):
         if not path.exists():
             continue
@@ -290,7 +300,7 @@ def _run(processes: int, total: int, tasks: list[tuple[PrepareOptions, int, list
                 make_piece(*task)
                 advance()
             return
-        with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        with ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=end_with_parent) as pool:
             futures = [pool.submit(make_piece, *task) for task in tasks]
             try:
                 for future in as_completed(futures):

@@ -38,6 +38,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises Exception itself
         raise TextError(f"{path}: no tokenizer ({error}); give a tokenizer.json that `prepare` wrote") from error
+    tokenizer.encode_special_tokens = True
     _check_end(tokenizer, path)
     return tokenizer
 
@@ -78,6 +79,8 @@ def _byte_level(model: BPE) -> Tokenizer:
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    # A text that spells a special token out does not get it.
+    tokenizer.encode_special_tokens = True
     return tokenizer
 
 

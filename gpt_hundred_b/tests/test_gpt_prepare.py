@@ -16,6 +16,7 @@ import pytest
 
 import common.text
 from common.text import TextError
+from common.workers import alone_in
 from gpt_hundred_b.data import prepare as preparation
 from gpt_hundred_b.data.__main__ import main
 from gpt_hundred_b.data.indexed import IndexedTokens
@@ -104,6 +105,23 @@ def test_json_lines_and_wikiextractor(tmp_path: Path) -> None:
     (tmp_path / "wiki").write_text("".join(pages))
     prepare(options(tmp_path / "wiki", tmp_path / "pages", heldout_share=0.0))
     assert decoded(tmp_path / "pages", "train") == expected
+
+
+def test_a_text_that_spells_the_end_does_not_end_there(tmp_path: Path) -> None:
+    expected = [f"before {END} after", *passages(40)]
+    (tmp_path / "a.txt").write_text("\n\n".join(expected))
+    prepare(options(tmp_path / "a.txt", tmp_path / "out", heldout_share=0.0))
+    assert decoded(tmp_path / "out", "train") == expected
+    given = {"tokenizer": tmp_path / "out" / "tokenizer.json", "heldout_share": 0.0}
+    prepare(options(tmp_path / "a.txt", tmp_path / "again", **given))
+    assert decoded(tmp_path / "again", "train") == expected
+
+
+def test_only_one_prepares_in_a_folder(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with alone_in(tmp_path / "out"), pytest.raises(TextError, match="another process works in"):
+        prepare(options(text, tmp_path / "out"))
+    prepare(options(text, tmp_path / "out"))
 
 
 def test_a_file_may_be_one_document(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.collectives import Pending, all_gather_flat, all_reduce_async, broadcast
+from common.copies import Copies, summing_groups
 from common.optimizers import Piece
 from common.reduce_scatter import BufferPool, start_reduce_scatter
 
@@ -46,6 +47,8 @@ class Bucket:
     numel: int
     """Elements, padded so that the ranks divide them."""
     dtype: torch.dtype
+    summing: tuple[dist.ProcessGroup, ...] = ()
+    """Groups whose ranks hold copies of these parameters and a summand of their gradient each."""
     parameters: Tensor = field(init=False)
     """[numel], what the parameters are views of."""
     gradients: Tensor | None = None
@@ -75,6 +78,10 @@ class BucketStore:
     level 0 all-reduces gradients and updates everything everywhere; 1 cuts the update over `shard_group`; 2 also gives
     the full gradients back once they are reduced. `replicate_group` holds the ranks with the same shard: shards are
     summed across it after the reduce-scatter, which makes the reduction two-level by construction.
+
+    What `copies` says is to be summed lies in buckets of its own at the end, alike on all ranks that hold it, so that
+    their shards can be summed; those buckets leave when the step ends, not from a hook, since ranks may get there in
+    different orders.
     """
 
     def __init__(
@@ -87,6 +94,7 @@ class BucketStore:
         bucket_bytes: float,
         excluded: Callable[[str, nn.Parameter], bool],
         slots: Sequence[str],
+        copies: Sequence[Copies] = (),
     ) -> None:
         self._shard_group, self._replicate_group, self._level = shard_group, replicate_group, level
         self._replicas = dist.get_world_size(replicate_group)
@@ -99,7 +107,7 @@ class BucketStore:
         self._pool = BufferPool(2 * (LAG + 1))
         self.waiting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         """Entered around every wait for communication; telemetry puts its span here."""
-        self.buckets = self._fill(model, bucket_bytes)
+        self.buckets = self._fill(model, bucket_bytes, copies)
         order = {name: index for index, (name, p) in enumerate(model.named_parameters()) if p.requires_grad}
         for bucket in self.buckets:
             self._flatten(bucket)
@@ -130,6 +138,12 @@ class BucketStore:
             self._sum_replicas(bucket)
         for bucket in self.buckets:
             self._finish(bucket)
+        for turn in range(max(len(bucket.summing) for bucket in self.buckets)):
+            for bucket in self.buckets:
+                if turn < len(bucket.summing):
+                    bucket.reducing = all_reduce_async(bucket.gradient_shard, bucket.summing[turn])
+            for bucket in self.buckets:
+                self._finish(bucket)
         self._begin_step()
 
     def publish(self, group: int) -> None:
@@ -151,15 +165,23 @@ class BucketStore:
 
     # Construction.
 
-    def _fill(self, model: nn.Module, bucket_bytes: float) -> list[Bucket]:
+    def _fill(self, model: nn.Module, bucket_bytes: float, copies: Sequence[Copies]) -> list[Bucket]:
         buckets: list[Bucket] = []
-        for name, parameter in reversed(list(model.named_parameters())):
-            if not parameter.requires_grad:
-                continue
+        found = [
+            (summing_groups(copies, name), name, parameter)
+            for name, parameter in reversed(list(model.named_parameters()))
+            if parameter.requires_grad
+        ]
+        kinds = sorted(dict.fromkeys(summing for summing, *_ in found), key=len)
+        for summing, name, parameter in (item for kind in kinds for item in found if item[0] == kind):
             last = buckets[-1] if buckets else None
             limit = bucket_bytes / parameter.element_size()
-            if last is None or last.dtype != parameter.dtype or last.numel + parameter.numel() > limit:
-                last = Bucket([], 0, parameter.dtype)
+            if (
+                last is None
+                or (last.dtype, last.summing) != (parameter.dtype, summing)
+                or last.numel + parameter.numel() > limit
+            ):
+                last = Bucket([], 0, parameter.dtype, summing)
                 buckets.append(last)
             last.slots.append(Slot(name, parameter, last.numel))
             last.numel += parameter.numel()
@@ -247,7 +269,8 @@ class BucketStore:
         self._next = 0
         for bucket in self.buckets:
             bucket.launched = bucket.scattered = False
-            bucket.missing = len(bucket.slots)
+            # One more than can come: buckets with sums leave in finish_gradients.
+            bucket.missing = len(bucket.slots) + bool(bucket.summing)
             for slot in bucket.slots:
                 slot.filled = False
 

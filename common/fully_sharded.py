@@ -14,7 +14,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from common.buckets import master_dtype
-from common.collectives import broadcast
+from common.collectives import all_reduce, broadcast
+from common.copies import Copies, summing_groups
 from common.optimizers import Piece
 from common.runtime import Runtime
 
@@ -37,7 +38,9 @@ class FullyShardedStore:
         units: Iterable[nn.Module] | None,
         excluded: Callable[[str, nn.Parameter], bool],
         slots: Sequence[str],
+        copies: Sequence[Copies] = (),
     ) -> None:
+        self._copies = copies
         self.waiting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         excludes = {name: excluded(name, parameter) for name, parameter in model.named_parameters()}
         dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
@@ -93,6 +96,9 @@ class FullyShardedStore:
             else:
                 piece.grad = _local(parameter.grad).reshape(-1)
             parameter.grad = None
+            for group in summing_groups(self._copies, piece.name):  # they hold the same rows of it
+                with self.waiting():
+                    all_reduce(piece.grad, group)
 
     def publish(self, group: int) -> None:
         """Nothing to send: masters are the rows that are gathered where they are used."""

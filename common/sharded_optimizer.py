@@ -7,15 +7,17 @@ fp32 (or fp64), and new parameters are gathered under the next forward (Rajbhand
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.buckets import BucketStore
 from common.collectives import all_reduce
+from common.copies import Copies
 from common.flat_shard import FlatShard
 from common.fully_sharded import FullyShardedStore
 from common.optimizers import Piece, UpdateRule
@@ -48,6 +50,11 @@ class ShardedOptimizer:
         divided by global counts) or averaged. units: level 3 only, modules whose parameters are gathered together; None
         takes the entries of the model's ModuleLists.
 
+    Model parallelism: cut_axes hold other parts of the same parameters (tp), stage_axes other parameters (pp); the
+        gradient norm, and with it clipping and the decision to skip a step, and LAMB's norms are those of the whole
+        model. copies: parameters that several of these ranks hold (`common.copies`), counted once; partial gradients
+        are summed after the reduction over data-parallel ranks.
+
     Made by all ranks together; parameters take the values of the first. Frozen parameters stay out; a parameter without
     a gradient in a step, on some ranks or all, counts as one with gradient zero. At level 3 the ranks have to call the
     same units, since a unit's parameters are gathered where it is called. The order of sums is fixed, so a run repeats
@@ -74,6 +81,9 @@ class ShardedOptimizer:
         exclude: Callable[[str, nn.Parameter], bool] = lambda name, parameter: False,
         reduction: Literal["sum", "mean"] = "sum",
         units: Iterable[nn.Module] | None = None,
+        cut_axes: tuple[str, ...] = (),
+        stage_axes: tuple[str, ...] = (),
+        copies: Sequence[Copies] = (),
     ) -> None:
         if level not in (0, 1, 2, 3):
             raise ValueError(f"level={level} is not known; use 0, 1, 2 or 3")
@@ -84,6 +94,9 @@ class ShardedOptimizer:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError("no parameter of the model requires a gradient; there is nothing to update")
         self._rule, self._clip = rule, clip_norm
+        self._cut_group = runtime.group(*cut_axes) if runtime.axis_size(*cut_axes) > 1 and cut_axes else None
+        self._stage_group = runtime.group(*stage_axes) if runtime.axis_size(*stage_axes) > 1 and stage_axes else None
+        self._copies = tuple(copies)
         self._shard_group = runtime.group(*shard_axes)
         self._cut = level > 0 and runtime.axis_size(*shard_axes) > 1
         ranks = runtime.axis_size(*shard_axes) * runtime.axis_size(*replicate_axes)
@@ -92,7 +105,14 @@ class ShardedOptimizer:
         self._store: BucketStore | FullyShardedStore
         if level == 3:
             self._store = FullyShardedStore(
-                model, runtime, shard_axes, replicate_axes, units=units, excluded=exclude, slots=rule.slots
+                model,
+                runtime,
+                shard_axes,
+                replicate_axes,
+                units=units,
+                excluded=exclude,
+                slots=rule.slots,
+                copies=copies,
             )
         else:
             self._store = BucketStore(
@@ -103,9 +123,14 @@ class ShardedOptimizer:
                 bucket_bytes=bucket_mb * 2**20,
                 excluded=exclude,
                 slots=rule.slots,
+                copies=copies,
             )
         self._pieces = [piece for group in self._store.groups for piece in group]
         self._parameters = 1 + max(piece.index for piece in self._pieces)
+        elsewhere = {name for c in self._copies if not c.counts for name in c.names}
+        self._counted = [piece for piece in self._pieces if piece.name not in elsewhere]
+        cut_elsewhere = {name for c in self._copies if not c.counts and c.group == self._cut_group for name in c.names}
+        self._uncounted_indices = sorted({piece.index for piece in self._pieces if piece.name in cut_elsewhere})
 
     @property
     def updates(self) -> int:
@@ -138,9 +163,10 @@ class ShardedOptimizer:
         if self._clip is not None:
             scale *= torch.clamp(self._clip / norm, max=1.0)  # a norm of 0 divides to infinity, then to 1
         sums = self._rule.prepare(self._pieces, self._parameters, scale, self._updates + 1)
-        if sums is not None and self._cut:
-            with self._store.waiting():
-                all_reduce(sums, self._shard_group)
+        if sums is not None:
+            if self._cut_group is not None:
+                sums[..., self._uncounted_indices] = 0.0
+            self._sum(sums, (self._shard_group if self._cut else None, self._cut_group))
         # The next forward needs the parameters that were defined first, which are in the last bucket.
         for number in reversed(range(len(self._store.groups))):
             self._rule.apply(self._store.groups[number], lr, sums)
@@ -189,15 +215,19 @@ class ShardedOptimizer:
 
     def _grad_norm(self) -> Tensor:
         """Norm of the gradient as it lies in the pieces, [] in fp64; infinite or NaN if some element is."""
-        grads = [piece.grad for piece in self._pieces if piece.grad.numel()]
+        grads = [piece.grad for piece in self._counted if piece.grad.numel()]
         device = self._pieces[0].grad.device
         total = torch.zeros((), dtype=torch.float64, device=device)
         if grads:
             total = torch.stack(torch._foreach_norm(grads)).double().square().sum()
-        if self._cut:
-            with self._store.waiting():
-                all_reduce(total, self._shard_group)
+        self._sum(total, (self._shard_group if self._cut else None, self._cut_group, self._stage_group))
         return total.sqrt()
 
+    def _sum(self, tensor: Tensor, groups: Iterable[dist.ProcessGroup | None]) -> None:
+        for group in groups:
+            if group is not None:
+                with self._store.waiting():
+                    all_reduce(tensor, group)
 
-__all__ = ["FlatShard", "Piece", "ShardedOptimizer", "StepResult"]
+
+__all__ = ["Copies", "FlatShard", "Piece", "ShardedOptimizer", "StepResult"]

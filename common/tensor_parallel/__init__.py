@@ -15,7 +15,7 @@ Activations are [tokens, ...], flat. Between the parallel layers a rank holds al
 
 from common.tensor_parallel.group import TensorParallel
 from common.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, qkv_sections
-from common.tensor_parallel.placement import Placement, Rectangle, fill_normal, placements
+from common.tensor_parallel.placement import Placement, Rectangle, copies, fill_normal, placements
 from common.tensor_parallel.vocabulary import (
     IGNORED,
     VocabParallelEmbedding,
@@ -31,6 +31,7 @@ __all__ = [
     "RowParallelLinear",
     "TensorParallel",
     "VocabParallelEmbedding",
+    "copies",
     "fill_normal",
     "placements",
     "qkv_sections",

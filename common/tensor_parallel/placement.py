@@ -18,6 +18,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from common.copies import Copies
+from common.tensor_parallel.group import TensorParallel
+
 
 class Run(NamedTuple):
     """Consecutive indices along the cut dim that a rank holds."""
@@ -166,6 +169,15 @@ def placements(model: nn.Module, *, sequence_parallel: bool) -> dict[str, Placem
             path = f"{prefix}.{name}" if prefix else name
             found[path] = own.get(name, Placement(partial_gradient=sequence_parallel))
     return found
+
+
+def copies(model: nn.Module, tp: TensorParallel) -> list[Copies]:
+    """The parameters that all tp ranks hold, for `ShardedOptimizer(copies=...)`."""
+    found = placements(model, sequence_parallel=tp.sequence_parallel)
+    whole = {name: place.partial_gradient for name, place in found.items() if place.dim is None}
+    return [
+        Copies([name for name, partial in whole.items() if partial == kind], tp.group, kind) for kind in (False, True)
+    ]
 
 
 def fill_normal(

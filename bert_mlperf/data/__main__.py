@@ -1,4 +1,13 @@
-"""`python -m bert_mlperf.data`: gets real text, turns text into shards, and looks at shards."""
+"""Gets real text, turns text into MLPerf shards, and looks at shards.
+
+python -m bert_mlperf.data fetch --corpus wikipedia --output data/bert
+
+python -m bert_mlperf.data prepare --input data/bert/wikipedia.txt --output data/bert/wikipedia --vocab data/bert/vocab.txt
+
+python -m bert_mlperf.data inspect data/bert/wikipedia/train
+
+Official MLPerf shards, of fixed or variable length, need no preparation; `inspect` shows them too.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -32,13 +41,14 @@ class FetchOptions:
 
 @dataclass(frozen=True)
 class InspectOptions:
-    """Shows some samples of a shard, decoded, and the statistics of its folder."""
+    """Shows some samples of a shard, decoded, and the statistics of the shard or of all in the folder."""
 
     path: tyro.conf.Positional[Path]
     """A shard, or a folder of shards."""
     vocab: Path | None = None
     """The vocabulary it was prepared with; what `prepare` put beside it where left out."""
     samples: int = 3
+    """How many to show."""
 
 
 Command = (

@@ -34,6 +34,8 @@ from common.text import Span, TextError, cut, find_files
 STATISTICS = "statistics.json"
 VOCAB = "vocab.txt"
 PIECES = ".pieces"
+EDITION = 2
+"""Of what is made of the same input and options; counted up with every change of it, so that no output mixes two."""
 Task = partial[None]
 
 
@@ -59,6 +61,7 @@ class PrepareOptions:
     shards: int = 64
     """Training shards; each is read whole, so a few hundred for a large corpus."""
     heldout_shards: int = 1
+    """Shards of the held-out set; its documents are spread over them."""
     heldout_share: float = 0.02
     """Share of the documents that are held out, whole, for evaluation; copies of a document stay together."""
     lowercase: bool = True
@@ -66,6 +69,7 @@ class PrepareOptions:
     lines: Lines = "paragraphs"
     """What a line of text is: a paragraph, still to be split, or a sentence, as in MLPerf's own text files."""
     seed: int = 12345
+    """Of all chance: which documents are held out, pairs, masks, order."""
     processes: int = 0
     """Worker processes; 0: as many as cores. Changes nothing in the result."""
     on_bad_file: Literal["fatal", "skip"] = "fatal"
@@ -170,6 +174,7 @@ def _plan(options: PrepareOptions, pieces: list[list[Span]]) -> dict[str, Any]:
     stats = [(path, (found := Path(path).stat()).st_size, found.st_mtime_ns) for path in files]
     return {
         **json.loads(json.dumps(settings)),
+        "edition": EDITION,
         "vocabulary": hashlib.sha256(options.vocab.read_bytes()).hexdigest(),
         "input": hashlib.sha256(repr(stats).encode()).hexdigest(),
     }

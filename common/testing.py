@@ -108,7 +108,7 @@ class RankPool:
                     succeeded, value = False, f"the process ended with exit code {process.exitcode}"
                 (results if succeeded else failures)[rank] = value
             if failures:  # the others wait for a rank that is gone; those that fail by themselves may say so
-                deadline = min(deadline, time.monotonic() + 0.5)
+                deadline = min(deadline, time.monotonic() + 3.0)
         if failures or waiting:
             # A rank that lost its peer reports a connection error; the one that broke first says why.
             if not failures:

@@ -8,6 +8,7 @@ loss_sum = pipeline.step(micro_batches, scale=1 / labels_of_the_whole_step)
 python -m common.pipeline zero_bubble --pp 4 --micro-batches 8     prints, checks and draws a schedule
 """
 
+from common.pipeline.draw import as_text, draw_gantt, measured_costs
 from common.pipeline.engine import Pipeline, first_last_group, sum_tied_gradients
 from common.pipeline.schedule import (
     Action,
@@ -33,10 +34,13 @@ __all__ = [
     "ScheduleError",
     "ScheduleName",
     "Timeline",
+    "as_text",
     "check",
+    "draw_gantt",
     "first_last_group",
     "in_flight",
     "make_schedule",
+    "measured_costs",
     "predict",
     "split_layers",
     "sum_tied_gradients",

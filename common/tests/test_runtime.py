@@ -35,6 +35,7 @@ def test_groups_reach_exactly_their_ranks(ranks):
 
 
 def _fail(runtime, failing):
+    dist.all_reduce(torch.zeros(1))  # all ranks have met
     if runtime.rank == failing:
         raise KeyError("the reason of the failure")
     dist.all_reduce(torch.zeros(1))
@@ -65,6 +66,7 @@ def test_the_pool_shows_the_failing_ranks_own_traceback_and_recovers(ranks):
 
 
 def test_the_pool_ends_a_job_that_hangs(ranks):
+    assert ranks.run(1, _rank) == [0], "the process is there, so that all of the time is the job's"
     with pytest.raises(RankFailure, match=r"rank 0 of 1(.|\n)*not done after 0.5 s(.|\n)*in _hang"):
         ranks.run(1, _hang, timeout_s=0.5)
     assert ranks.run(2, _rank) == [0, 1]

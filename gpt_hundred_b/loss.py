@@ -55,7 +55,7 @@ class _CrossEntropy(torch.autograd.Function):
                 continue
             # softmax - one_hot, and nothing where nothing counts
             softmax.scatter_add_(1, label, softmax.new_full((len(x), 1), -1.0))
-            if not bool(counts.all()):
+            if x.is_cuda or not bool(counts.all()):  # asking would wait for the device
                 softmax *= counts[:, None]
             dlogits = softmax.to(x.dtype)
             torch.mm(dlogits, weight, out=dhidden[rows])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 import common.text
@@ -169,14 +170,17 @@ def test_a_kill_loses_nothing(tmp_path: Path) -> None:
     for number in range(3):
         (folder / f"{number}.txt").write_text("\n\n".join(passages(200, number) * 20))
     command = [sys.executable, "-m", "gpt_hundred_b.data", "prepare", "--input", str(folder), "--vocab-size", "300"]
-    command += ["--processes", "1", "--output", str(tmp_path / "killed")]
+    command += ["--processes", "2", "--output", str(tmp_path / "killed")]
     process = subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL)
     pieces = tmp_path / "killed" / ".pieces"
     limit = time.monotonic() + 60
     while not list(pieces.glob("piece_*.npz")) and time.monotonic() < limit and process.poll() is None:
         time.sleep(0.002)
+    workers = [child for child in psutil.Process(process.pid).children(recursive=True) if child.is_running()]
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
+    assert len(workers) >= 2
+    assert not psutil.wait_procs(workers, timeout=10)[1], "workers outlive the preparation"
     assert not (tmp_path / "killed" / "statistics.json").exists()
     common.text.PIECE_BYTES = 1 << 20  # as the process had it; the fixture sets it back
     prepare(options(folder, tmp_path / "killed", vocab_size=300))

@@ -93,7 +93,7 @@ def print_overhead(pool: RankPool, steps: int) -> None:
     print(f"\n1F1B, 2 ranks, {MICRO_BATCHES} micro-batches of {tokens} x {hidden}, {layers} layers in all; ms a step")
     (alone,) = pool.run(1, time_pipeline, "1f1b", 1, SMALL, steps * 6, layout=ParallelLayout())
     ours, theirs = [], []
-    for _ in range(3):  # in turn, so that both see the machine alike
+    for _ in range(5):  # in turn, so that both see the machine alike
         ours.append(max(pool.run(2, time_pipeline, "1f1b", 1, SMALL, steps * 6, layout=ParallelLayout(pp=2))))
         theirs.append(max(pool.run(2, time_peer, SMALL, steps * 6, layout=ParallelLayout(pp=2))))
     print(f"{'one rank':>30} {alone * 1e3:8.2f}")

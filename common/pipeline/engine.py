@@ -3,9 +3,9 @@
 Why not `torch.distributed.pipelining` (2.13): it refuses what layouts need (1F1B with fewer micro-batches than stages;
 interleaving on 2 ranks with 5, 7, 9 or 11 micro-batches); its split backward goes through `autograd.grad`, so that
 hooks on parameters never see half of the gradients (24 of 48 in the benchmark) and the sharded optimizer would lose
-them; and a layer that is one autograd function, as cut layers are, computes its weight gradient in both halves. Nor is
-it faster: 1F1B with 8 micro-batches on stages that take next to nothing, 2 ranks on a busy 2-core machine, takes it
-41 ms a step, this engine 33. `python -m ci.bench.pipeline` measures and shows all of these.
+them; and a layer that is one autograd function, as cut layers are, computes its weight gradient in both halves. Its
+own cost is no reason either way: 1F1B with 8 micro-batches on stages that take next to nothing, 2 ranks on a busy
+2-core machine, takes 8 to 12 ms a step with either. `python -m ci.bench.pipeline` measures and shows all of these.
 """
 
 from __future__ import annotations
